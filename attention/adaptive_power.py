@@ -17,6 +17,9 @@ The defaults of p_min and p_max are 2 and 4, the notebook's are 2 and 8: the sta
 size (199 TB at head dimension 64, 12 layers and heads), and (q . k)^8 is nearly one-hot in a fresh model, which hardly
 learns from it.
 
+The continuous form runs in plain PyTorch on every device, slower than softmax. It has no kernels, because its powers
+end at 3.9 to 4.0 and even_power with p = 4 reaches a lower loss (docs/measured/results.md).
+
 Left out on purpose: an embedding of floor(p) features, because floor has no gradient, and because the embeddings of a
 query and a key with two powers differ in size and have no product; and (ReLU(s) + epsilon)^p, because it is not even:
 p = 2 would not be power attention, and there would be no features to sum into a state. The notebook's code also
@@ -35,10 +38,9 @@ from .. import check_choice
 from .embedding import symmetric_power_dim
 from .even_power import power_flops
 from .gates import linear_fp32, reset_gates
-from .operator import backend
 from .operator.adaptive_forms import adaptive_attend
-from .operator.arguments import cast_from_float16, cast_to_autocast_dtype, check_gates, check_tensors
-from .operator.dispatch import Problem, plan, plan_adaptive
+from .operator.arguments import cast_to_autocast_dtype, check_gates, check_tensors
+from .operator.dispatch import Plan, Problem, plan
 from .operator.forms import PowerState, accumulation_dtype
 from .parallel.context import power_attention_in_context
 from .power import power_attention
@@ -57,9 +59,9 @@ def adaptive_power_attention(q, k, v, powers, *, log_g=None):
     wait for the GPU; NaN gives NaN in its row). log_g [B, T, Hkv] holds only 0 and -inf, which forgets all before its
     token, or is None. Under autocast q, k and v are first cast to its dtype, as for SDPA.
 
-    Returns y [B, n, H, E] in q's dtype, zeros in rows without any weight. Differentiable in q, k, v and powers (on the
-    GPU kernels once); |s|^p ln |s| and its derivatives are zero at s = 0. NaN in an input gives NaN in the rows of y
-    that see it and changes no bit of earlier rows, with the exception that `power_attention` names.
+    Returns y [B, n, H, E] in q's dtype, zeros in rows without any weight. Differentiable in q, k, v and powers;
+    |s|^p ln |s| and its derivatives are zero at s = 0. NaN in an input gives NaN in the rows of y that see it and
+    changes no bit of earlier rows, with the exception that `power_attention` names.
     Raises ValueError for arguments that do not fit.
     """
     q, k, v = cast_to_autocast_dtype(q, k, v)
@@ -69,12 +71,7 @@ def adaptive_power_attention(q, k, v, powers, *, log_g=None):
         raise ValueError(
             f"powers must be floating point [B, n] = {[*q.shape[:2]]}, got {powers.dtype} {[*powers.shape]}"
         )
-    dtype, (q, k, v) = q.dtype, cast_from_float16(q, k, v)
-    chosen = plan_adaptive(q.shape[3], v.shape[3], dtype=q.dtype, device=q.device, gated=log_g is not None)
-    if not chosen.on_kernels or not len(q):  # a kernel cannot be launched on nothing
-        return adaptive_attend(q, k, v, powers, log_g).to(dtype)
-    log_g = None if log_g is None else log_g.float()
-    return backend.adaptive().adaptive_attention(q, k, v, powers.float(), log_g).to(dtype)
+    return adaptive_attend(q, k, v, powers, log_g)
 
 
 def mixture_weights(powers, p):
@@ -196,10 +193,10 @@ class AdaptivePower(KVCacheVariant):
 
     def plans(self, block_size, dtype, device, ranks=1):
         """Return the Plan of each power of a mixture, or the one Plan of `continuous`."""
-        D, options = self.config.head_dim, dict(dtype=dtype, device=device, gated=self.config.gated)
         if not self.mixes:
-            return [plan_adaptive(D, D, **options)]
-        problems = [Problem(block_size, D, D, m, **options) for m in self.p]
+            return [Plan("quadratic", None, False, "a power for each token is computed in PyTorch")]
+        D, gated = self.config.head_dim, self.config.gated
+        problems = [Problem(block_size, D, D, m, dtype, device, gated) for m in self.p]
         return [plan(problem, self.form, self.chunk_size, pieces=ranks) for problem in problems]
 
     def attention_flops(self, block_size, dtype, device):

@@ -7,8 +7,6 @@ quadratic/     passes, the launchers of the quadratic form, and its kernels: for
                key_scale_kernel, gates, tiles
 chunked/       passes, the chunked form forward and backward, and its kernels: prepare, products, mirror, gates,
                update_state, discumsum, query_state, query_gradient_p2, query_gradient_p4
-adaptive/      passes, the launchers of the quadratic form with a power for each row, its kernels: forward_kernel,
-               backward_kernels, and operator, its torch operator
 heinsen/       passes, Heinsen's log attention, and operator, its torch operator
 decode/        one token of generation: power, softmax, heinsen, linear, sampling; and rotary, for prompts
 common         what the kernels share: units, exact products, program maps
@@ -52,9 +50,7 @@ def source_hash():
 
 def widest(form, dtype):
     """Return the largest head dimension that the kernels of `form` take in a dtype; form: see `unsupported_reason`."""
-    if (
-        form in ("quadratic", "sums", "adaptive") and dtype != torch.float32
-    ):  # tiles of float32 would not fit shared memory
+    if form in ("quadratic", "sums") and dtype != torch.float32:  # tiles of float32 would not fit shared memory
         return QUADRATIC_WIDTHS[-1]
     return HEAD_DIMS[-1]
 
@@ -67,9 +63,9 @@ def width(form, dtype, *sizes):
 def unsupported_reason(form, dtype, D, E, p, device=None):
     """Return why the kernels of `form` cannot run on a GPU, or "" if they can.
 
-    form: "quadratic" ("sums" and "adaptive" take its sizes), "chunked", "heinsen" or "decode". The inputs are q, k
-    [..., D] and v [..., E] of `dtype`; p is the power, one of POWERS ("adaptive", "heinsen": not read); device: the
-    GPU, by default the current one.
+    form: "quadratic" ("sums" takes its sizes), "chunked", "heinsen" or "decode". The inputs are q, k [..., D] and v
+    [..., E] of `dtype`; p is the power, one of POWERS ("heinsen": not read); device: the GPU, by default the current
+    one.
     """
     if dtype not in DTYPES:
         name, *names = (str(x).removeprefix("torch.") for x in (dtype, *DTYPES))

@@ -4,8 +4,8 @@ Timing at the first call would make users wait, and would choose differently fro
 choice depends on the kernel, dtype, head dimension, p, gates and GPU alone. No entry depends on T, so a new length
 compiles nothing. There are two kinds of kernels:
 
-    forward, dq, dkdv (quadratic/; adaptive/   sizes depend on the GPU: table.json has what `make tune` measured, by the
-    as p=0), update_state, query_state,        GPU's name. Other GPUs with Hopper's compute capability have the H200's
+    forward, dq, dkdv (quadratic/),            sizes depend on the GPU: table.json has what `make tune` measured, by the
+    update_state, query_state,                 GPU's name. Other GPUs with Hopper's compute capability have the H200's
     query_gradient (chunked/)                  entries. For all others, and for float32, SAFE has sizes for each class
                                                of GPUs, chosen by the registers, spills and shared memory of compiled
                                                code (tests/targets.py prints these).

@@ -8,7 +8,7 @@ ones, with the milliseconds of a forward and a backward pass. Entries are writte
 kernels of the pass have their safe sizes (configs.SAFE). A candidate is left out if it does not fit, does not compile,
 or does not give the result of the safe sizes, twice the same bits, in a short and in a long call. The others are timed
 in turns; of candidates within 1% of the fastest the first listed wins, so that tuning again changes little. Inputs are
-bfloat16: float32 has safe sizes alone. p=0 is a power for each row (adaptive/).
+bfloat16: float32 has safe sizes alone.
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Case(NamedTuple):
 def all_cases():
     """Return every Case: the quadratic form for all powers and head dimensions, then the chunked form."""
     pairs = [(kernel, gated) for kernel in QUADRATIC for gated in (False, True)]
-    sizes = [(D, p) for D in HEAD_DIMS for p in (0, *POWERS)]
+    sizes = [(D, p) for D in HEAD_DIMS for p in POWERS]
     cases = [Case(kernel, torch.bfloat16, D, p, gated) for D, p in sizes for kernel, gated in pairs]
     for D, p in CHUNKED_SIZES:
         cases += [Case(kernel, torch.bfloat16, D, p, False) for kernel in STATES]
@@ -110,7 +110,6 @@ def trial(case, config, device="cuda"):
 
 def make_passes(case, B, T, device="cuda"):
     """Return a function that computes the form of a case, forward and backward, and returns y and the gradients."""
-    from .adaptive.operator import adaptive_attention
     from .operators import chunked_attention, quadratic_attention
 
     H, p, gated = HEADS // case.D, case.p, case.gated
@@ -121,16 +120,11 @@ def make_passes(case, B, T, device="cuda"):
         log_g = logsigmoid(6.9 + torch.randn(B, T, H, device=device))
     chunk = min(best_size(case.D, p, gated), max(1, T // 512) * 128) if p in (2, 4) else None
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    if p == 0:  # gates are resets
-        log_g = torch.zeros_like(log_g).masked_fill(torch.rand_like(log_g) < 4 / T, -torch.inf) if gated else None
-        leaves.append((2 + 2 * torch.rand(B, T, device=device)).requires_grad_())
-    elif gated:
+    if gated:
         leaves.append(log_g.requires_grad_())
 
     def passes():
-        if p == 0:
-            y = adaptive_attention(*leaves, log_g)
-        elif case.chunked or case.kernel in STATES:
+        if case.chunked or case.kernel in STATES:
             y = chunked_attention(*leaves, p=p, chunk=chunk)[0]
         else:
             y = quadratic_attention(*leaves, p=p)
@@ -246,7 +240,7 @@ def tune(cases, dry_run):
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.tune", description=__doc__.splitlines()[0])
     parser.add_argument("--head_dim", nargs="+", type=int, choices=HEAD_DIMS, default=HEAD_DIMS)
-    parser.add_argument("--p", nargs="+", type=int, choices=(0, *POWERS), default=(0, *POWERS))
+    parser.add_argument("--p", nargs="+", type=int, choices=POWERS, default=POWERS)
     parser.add_argument("--dry_run", action="store_true", help="print, write nothing")
     args = parser.parse_args()
     if not torch.cuda.is_available():

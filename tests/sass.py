@@ -6,7 +6,7 @@ written if that is in registers. Triton 3.6 to 3.8 gets the second wrong in some
 differ from run to run, or not, as timing has it.
 
     python tests/sass.py                    # compile attention's kernels and print the hazards
-    python tests/sass.py 2,64 0,64          # for these p (0: a power for each row) and head dimensions
+    python tests/sass.py 2,64 4,32          # for these p and head dimensions
     python tests/sass.py 2,64 query_state   # and of these kernels only
 """
 
@@ -96,15 +96,14 @@ def _meaning(text):
 def compiled_for_hopper(shapes, folder, kernels=()):
     """Return (name, SASS) of each kernel that reads or writes states, gated, for each (p, head dimension) in `shapes`.
 
-    For the first shape and for p = 0 the kernels of all pairs are among them, and in the end come those of generation
-    with products. Tile sizes are the table's for an H200. If `kernels` has names, the other kernels are left out.
+    For the first shape the kernels of all pairs are among them, and in the end come those of generation with products.
+    Tile sizes are the table's for an H200. If `kernels` has names, the other kernels are left out.
     """
     import torch
     from triton.runtime.jit import JITFunction
 
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from sympow.kernels import configs, operators
-    from sympow.kernels.adaptive.operator import adaptive_attention
     from sympow.kernels.decode import power
     from sympow.kernels.decode.cache import Cache
     from sympow.kernels.decode.linear import Linear, linear
@@ -116,7 +115,7 @@ def compiled_for_hopper(shapes, folder, kernels=()):
     codes, run = {}, JITFunction.run
 
     def only_compile(self, *args, grid, warmup, **kwargs):
-        pairs = ("forward", "dq", "dkdv") * (p == 0 or (p, D) == shapes[0])
+        pairs = ("forward", "dq", "dkdv") * ((p, D) == shapes[0])
         name = self.__name__.removesuffix("_kernel")
         if name in kernels if kernels else name.startswith(("update", "query", "linear", "flush", *pairs)):
             cubin = run(self, *args, grid=(1,), warmup=True, **kwargs).asm["cubin"]
@@ -127,10 +126,7 @@ def compiled_for_hopper(shapes, folder, kernels=()):
     for p, D in shapes:
         heads = torch.zeros(1, 512, 6, D, dtype=torch.bfloat16).split(2, 2)
         q, k, v, log_g = (x.detach().requires_grad_() for x in (*heads, torch.zeros(1, 512, 2)))
-        if p == 0:
-            y = adaptive_attention(q, k, v, torch.zeros(1, 512, requires_grad=True), log_g.detach())
-        else:
-            y = operators.chunked_attention(q, k, v, log_g, p=p, chunk=256)[0]
+        y = operators.chunked_attention(q, k, v, log_g, p=p, chunk=256)[0]
         y.backward(torch.zeros_like(y))
     weight, x = torch.zeros(768, 768, dtype=torch.bfloat16), torch.zeros(64, 768)
     linear(Linear(weight), x, x)

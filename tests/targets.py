@@ -51,7 +51,6 @@ def training(large=False, heads=2, T=512):
     import torch
 
     from sympow.kernels import DTYPES, operators
-    from sympow.kernels.adaptive.operator import adaptive_attention
     from sympow.kernels.heinsen.operator import heinsen_attention
     from sympow.kernels.cross_entropy import cross_entropy_
 
@@ -73,9 +72,6 @@ def training(large=False, heads=2, T=512):
     def chunked(dtype, D, p, gated):
         both_passes(operators.chunked_attention, leaves(dtype, D, gated), p=p, chunk=256)
 
-    def powers(dtype, D):
-        both_passes(adaptive_attention, [*leaves(dtype, D), torch.zeros(1, T).requires_grad_()])
-
     def sums(dtype, D, p):
         both_passes(operators.quadratic_sums, leaves(dtype, D), p=p, scale=0.1)
 
@@ -93,7 +89,6 @@ def training(large=False, heads=2, T=512):
     if large:
         for dtype in DTYPES:
             yield case(quadratic, dtype, 128, 8, True, 300)
-        yield case(powers, bf16, 128)
         yield case(heinsen, bf16, bf16, 128)
         for dtype in (bf16, f32):
             yield case(chunked, dtype, 128, 2, True)
@@ -102,7 +97,6 @@ def training(large=False, heads=2, T=512):
         yield case(chunked, bf16, D, p, gated)
     for D, p, gated in ((64, 4, True), (64, 4, False), (64, 6, False), (64, 8, True), (32, 2, True)):
         yield case(quadratic, bf16, D, p, gated)
-    yield case(powers, bf16, 64)
     for p in (2, 4):
         yield case(sums, bf16, 32, p)
     yield case(heinsen, bf16, f32, 64)

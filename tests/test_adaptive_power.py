@@ -1,14 +1,12 @@
-"""Adaptive power: both forms against their formulas, the network, states, and the kernels with a power for each row."""
+"""Adaptive power: both forms against their formulas, the network, and states."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from sympow.attention.operator import backend, dispatch, forms, memory
-from sympow.attention.operator.check import Size
+from sympow.attention.operator import forms, memory
 from sympow.attention import naive
 from sympow.attention.adaptive_power import PowerNetwork, adaptive_power_attention, mixture_attention, mixture_weights
 from sympow.attention.power import power_attention
@@ -54,9 +52,10 @@ def assert_right(attention, tensors, log_g, dy, tolerance):
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-13), (torch.float32, 2e-6)])
-@pytest.mark.parametrize("T", [1, 63, 130])
-def test_pytorch_equals_the_specification(T, dtype, tolerance, documents, monkeypatch):
-    tensors, log_g, dy = inputs(T, dtype, E=5, documents=documents)
+@pytest.mark.parametrize("T,n", [(1, 1), (63, 63), (130, 130), (150, 17)])  # n: the last n tokens have queries
+def test_attention_equals_the_specification(T, n, dtype, tolerance, documents, monkeypatch):
+    (q, k, v, powers), log_g, dy = inputs(T, dtype, E=5, documents=documents)
+    tensors, dy = [q[:, -n:], k, v, powers[:, -n:]], dy[:, -n:]
     attention = lambda *x: adaptive_power_attention(*x, log_g=log_g)
     assert_right(attention, tensors, log_g, dy, tolerance)
     monkeypatch.setitem(forms.SCORES_AT_ONCE, "cpu", 2**10)  # blocks of 16 rows, computed twice
@@ -123,41 +122,11 @@ def test_arguments_that_do_not_fit_are_refused_in_one_line():
             adaptive_power_attention(**arguments | change)
 
 
-# ---- the kernels
-
-
-@pytest.mark.parametrize(
-    "T,n,H,Hkv,D,documents",  # n: the last n tokens have queries
-    [
-        (1, 1, 1, 1, 16, False),
-        (130, 130, 2, 1, 16, False),
-        (70, 70, 4, 2, 32, True),
-        (200, 200, 2, 1, 16, True),
-        (150, 17, 2, 1, 16, True),
-    ],
-)
-def test_kernels_equal_the_specification_and_give_shapes_without_data(T, n, H, Hkv, D, documents):
-    adaptive = pytest.importorskip("sympow.kernels.adaptive.operator", exc_type=ImportError)
-    (q, k, v, powers), log_g, dy = inputs(T, torch.float32, H=H, Hkv=Hkv, D=D, E=D, documents=documents)
-    tensors, dy = [q[:, -n:], k, v, powers[:, -n:]], dy[:, -n:]
-    assert_right(lambda *x: adaptive.adaptive_attention(*x, log_g), tensors, log_g, dy, 3e-6)
-    meta = results(adaptive.adaptive_attention, tensors, dy, lambda x: x.to("meta"))
-    assert [x.shape for x in meta] == [dy.shape, *(x.shape for x in tensors)]
-
-
-def test_kernels_are_used_on_a_gpu_and_pytorch_where_they_fail(monkeypatch):
-    tensors, log_g, _ = inputs(20, torch.float32, documents=True)
-    expected, calls = adaptive_power_attention(*tensors, log_g=log_g), []
-    monkeypatch.setattr(dispatch, "kernel_reason", lambda form, *sizes: "" if form == "adaptive" else "other")
-    attend = lambda *x: calls.append(x[3:]) or x[0]
-    monkeypatch.setattr(backend, "adaptive", lambda: SimpleNamespace(adaptive_attention=attend))
-    assert adaptive_power_attention(*tensors, log_g=log_g) is tensors[0]
-    assert calls[0][0].dtype == torch.float32 and torch.equal(calls[0][1], log_g)
-    size = Size("adaptive", torch.float32, 16, 0, gated=True)
-    monkeypatch.setattr(dispatch, "failure", lambda checked, device: "wrong results" * (checked == size))
-    monkeypatch.setattr(dispatch, "_warned", set())
-    with pytest.warns(UserWarning, match="without its adaptive kernels, which fail on this machine: wrong results"):
-        assert torch.equal(adaptive_power_attention(*tensors, log_g=log_g), expected)
+def test_float16_is_computed_as_float32_and_comes_back():
+    (q, k, v, powers), log_g, _ = inputs(40, torch.float32, documents=True)
+    half = [x.half() for x in (q, k, v)]
+    expected = adaptive_power_attention(*(x.float() for x in half), powers, log_g=log_g)
+    assert torch.equal(adaptive_power_attention(*half, powers, log_g=log_g), expected.half())
 
 
 # ---- the network and the model
@@ -276,3 +245,8 @@ def test_flops_count_each_power_of_a_mixture():
     assert flops(adaptive="mixture", form="quadratic") == 2 * 6 * 100 * 4 * 8
     expected = 2 * 6 * 16 * 4 * 8 + 6 * (4 + 2) * (36 + 330) * 9
     assert flops(adaptive="mixture", form="chunked", chunk_size=16) == expected
+
+
+def test_on_a_gpu_continuous_is_planned_in_pytorch():
+    plan = tiny().transformer.h[0].attn.mix.training_plan(4096, torch.bfloat16, "cuda")
+    assert plan == ("quadratic", None, False, "a power for each token is computed in PyTorch")

@@ -63,12 +63,12 @@ def test_the_table_keeps_what_was_not_measured(tmp_path):
 
 def test_tuning_measures_every_entry_of_the_table():
     names = {key(*case) for case in tune.all_cases()}
-    assert {"forward bfloat16 D=64 p=0 gated", "dkdv bfloat16 D=16 p=2"} <= names
+    assert {"forward bfloat16 D=64 p=8 gated", "dkdv bfloat16 D=16 p=2"} <= names
     for device, entries in json.loads(tune.configs.OWN_TABLE.read_text()).items():
         assert set(entries) <= names, device
 
 
-@pytest.mark.parametrize("kernel,p,chunked", [("forward", 0, False), ("dkdv", 2, False), ("query_state", 2, True)])
+@pytest.mark.parametrize("kernel,p,chunked", [("forward", 4, False), ("dkdv", 2, False), ("query_state", 2, True)])
 def test_both_passes_are_run_with_the_sizes_on_trial(kernel, p, chunked, monkeypatch):
     """On the CPU, in the interpreter."""
     monkeypatch.setattr(tune, "HEADS", 16)

@@ -15,7 +15,6 @@ from sympow.attention.operator import check, forms  # noqa: E402
 from sympow.attention import gates  # noqa: E402
 from sympow.attention.operator.check import Size  # noqa: E402
 from sympow.kernels import HEAD_DIMS, operators, unsupported_reason, width  # noqa: E402
-from sympow.kernels.adaptive.operator import adaptive_attention  # noqa: E402
 from sympow.kernels.arguments import narrow_state, to_width, widen_state  # noqa: E402
 from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
 from sympow.kernels.layout import positions_of_narrower  # noqa: E402
@@ -26,7 +25,6 @@ PADDED = [
     (Size("quadratic", DTYPES[0], 24, 4, True, E=20, n=37), 60),
     (Size("quadratic", torch.bfloat16, 130, 2, False, E=256), 33),
     (Size("sums", DTYPES[0], 12, 2, True, E=16, n=30), 40),
-    (Size("adaptive", DTYPES[0], 20, 0, True, E=8, n=30), 40),
     (Size("chunked", DTYPES[0], 12, 2, True, E=20), 60),
     (Size("states", DTYPES[0], 12, 2, True, E=20), 60),
     *([(Size("states", DTYPES[0], 12, 4, False, E=10), 1500)] if GPU else []),  # the interpreter takes a minute
@@ -81,7 +79,7 @@ def test_what_the_kernels_do_not_take_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     reason = lambda form, D, E, p, dtype=torch.bfloat16: unsupported_reason(form, dtype, D, E, p)
     assert [reason("quadratic", *sizes) for sizes in ((80, 96, 8), (256, 3, 2))] == ["", ""]
-    assert reason("chunked", 48, 64, 2) == reason("chunked", 48, 20, 4) == reason("adaptive", 200, 80, 0) == ""
+    assert reason("chunked", 48, 64, 2) == reason("chunked", 48, 20, 4) == ""
     assert reason("quadratic", 257, 3, 2) == "head dimension 257 (they take up to 256)"
     assert reason("quadratic", 3, 257, 2) == "values 257 wide (they take up to 256)"
     assert reason("quadratic", 130, 3, 2, torch.float32) == "head dimension 130 (they take up to 128 in float32)"
@@ -128,7 +126,6 @@ LOG = [
     (dict(m=Z), "m, S and z must all be given or all be None, got m float32 .*, S None, z None"),
     (dict(m=Z, S=S, z=Z), r"m must be float32 \[1, 2, 16\], got float32 \[1, 2, 136\]"),
 ]
-ADAPTIVE = [(dict(powers=G[..., 0].half()), r"powers must be float32 \[1, 9\], got float16 \[1, 9\]")]
 WITHOUT_QUERIES = [(dict(k=K[0]), "k must be"), (dict(v=K[:, 1:]), "v must")]
 QKV = dict(q=Q, k=K, v=K)
 TAKES = {
@@ -136,7 +133,6 @@ TAKES = {
     operators.quadratic_sums: (QKV | dict(p=2, scale=1.0), WRONG + GATES + POWERS + SCALE),
     operators.chunked_attention: (QKV | dict(p=2, chunk=128), WRONG + GATES + CHUNKS),
     operators.chunked_state: (dict(k=K, v=K, p=2, chunk=128), CHUNKS + WITHOUT_QUERIES),
-    adaptive_attention: (QKV | dict(powers=G[..., 0]), WRONG + GATES + ADAPTIVE),
     heinsen_attention: (QKV, [x for x in WRONG if "size 0" not in x[1]] + LOG),
 }
 

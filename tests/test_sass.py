@@ -31,7 +31,6 @@ def test_what_is_written_too_early_is_found():
 
 SOME = ("forward", "query_state", "query_gradient")  # with operands in registers
 OTHERS = ("update_state", "query_gradient_of_products", "dq", "dkdv")
-PAIRS = ("forward", "dq", "dkdv")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,6 @@ PAIRS = ("forward", "dq", "dkdv")
         (("2,128", "query_gradient_of_pairs"), ("query_gradient_of_pairs",)),
         (("2,64", "linear"), ("linear",)),
         pytest.param((), SOME + OTHERS, marks=pytest.mark.slow),
-        pytest.param(("0,64",), PAIRS, marks=pytest.mark.slow),
     ],
 )
 def test_no_kernel_writes_what_the_matrix_unit_reads(argv, kernels):

@@ -15,7 +15,6 @@ from test_kernels import DEVICE  # noqa: E402
 
 from sympow.kernels import arguments, operators  # noqa: E402
 from sympow.kernels.quadratic import passes as quadratic  # noqa: E402
-from sympow.kernels.adaptive.operator import adaptive_attention  # noqa: E402
 from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
 from sympow.kernels.layout import symmetric_power_dim  # noqa: E402
 
@@ -29,7 +28,7 @@ def cases():
     B, T, H, HKV, D, E = 1, 20, 2, 1, 12, 8
     q, k, v, log_g = make(B, T, H, D), make(B, T, HKV, D), make(B, T, HKV, E), logsigmoid(make(B, T, HKV) + 2)
     Dphi = symmetric_power_dim(D, 2)
-    S, z, m, powers = make(B, HKV, Dphi, E), make(B, HKV, Dphi).abs() + 1, make(B, HKV, D), make(B, T).abs() + 1
+    S, z, m = make(B, HKV, Dphi, E), make(B, HKV, Dphi).abs() + 1, make(B, HKV, D)
     state = make(B, HKV, D, E).abs(), make(B, HKV, D).abs() + 1
 
     def heinsen(q, k, v, S, z):
@@ -41,7 +40,6 @@ def cases():
         "sums": (partial(operators.quadratic_sums, p=2, scale=0.3), (q, k, v, log_g)),
         "chunked": (partial(operators.chunked_attention, **SIZES, final=True), (q, k, v, log_g, S, z)),
         "chunked_state": (partial(operators.chunked_state, **SIZES), (k, v, log_g, S, z)),
-        "adaptive": (lambda *x: (adaptive_attention(*x),), (q, k, v, powers)),
         "heinsen": (heinsen, (*(x[:, :5] for x in (q, k, v)), *state)),
     }
 

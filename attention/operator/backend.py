@@ -36,13 +36,6 @@ def operators():
     return operators
 
 
-def adaptive():
-    """Return the module kernels.adaptive.operator: attention with a power for each token."""
-    from ...kernels.adaptive import operator
-
-    return operator
-
-
 def heinsen_operator():
     """Return the module kernels.heinsen_operator: Heinsen's log attention."""
     from ...kernels.heinsen import operator as heinsen_operator

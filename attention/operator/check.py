@@ -100,15 +100,6 @@ def power_specification(q, k, v, log_g=None, *, p):
     return naive.quadratic(F.pad(q, (0, 0, 0, 0, earlier, 0)), k, v, log_g, p=p)[:, earlier:]
 
 
-def create_adaptive_inputs(size, T, randn):
-    """Create q, k, v and the power of every query; gates only begin documents, and have no gradient."""
-    inputs, _, dy = create_power_inputs(size._replace(gated=False), T, randn)
-    inputs["powers"] = 3 + randn(*dy.shape[:2]).clamp(-2, 2)
-    starts = torch.arange(T, device=dy.device) % (T // 3 + 5) == 0
-    resets = torch.where(starts, -math.inf, 0.0)[None, :, None] if size.gated else None
-    return inputs, dict(log_g=resets), dy
-
-
 # ---- log attention
 
 
@@ -169,9 +160,6 @@ OPERATORS = {
     "sums": Operator(create_power_inputs, divided_sums, power_specification, (496, 1168)),
     "chunked": Operator(create_power_inputs, chunked, power_specification, (1200, 6000)),
     "states": Operator(create_power_inputs, partial(chunked, calls=2), power_specification, (1408, 6000)),
-    "adaptive": Operator(
-        create_adaptive_inputs, lambda **x: backend.adaptive().adaptive_attention(**x), naive.adaptive, (1168,)
-    ),
     "heinsen": Operator(
         create_heinsen_inputs, heinsen_in_two_calls, lambda **x: heinsen_naive.recurrent(**x)[0], (1216,)
     ),
@@ -208,9 +196,6 @@ SIZES = [
     Size("states", BF16, 32, 2),
     Size("states", BF16, 24, 4, gated=True, E=20),
     Size("states", FP32, 16, 4, gated=True),
-    Size("adaptive", BF16, 64, gated=True),
-    Size("adaptive", BF16, 128),
-    Size("adaptive", FP32, 32, gated=True, n=300),
     Size("heinsen", BF16, 64),
     Size("heinsen", BF16, 64, v_dtype=FP32),
     Size("heinsen", BF16, 128),

@@ -82,14 +82,6 @@ def plan(problem, form="auto", chunk_size=None, *, initial_state=False, return_s
         reasons |= {"quadratic": fault, "chunked": fault} if chosen.form == "quadratic" else {"chunked": fault}
 
 
-def plan_adaptive(D, E, *, dtype, device, gated):
-    """Return the Plan of the quadratic form with a power for each row; see `plan`."""
-    D, E, dtype = index(D), index(E), computed_dtype(dtype)  # as in `plan`
-    reason = kernel_reason("adaptive", device, dtype, D, E, 0)
-    reason = reason or failed_check("adaptive", dtype, width("adaptive", dtype, D, E), 0, gated, device)
-    return Plan("quadratic", None, not reason, reason)
-
-
 def _choose(problem, form, chunk_size, states, reasons):
     """Return the Plan; reasons: for each form why its kernels cannot be used, or ""."""
     T, D, E, p, dtype, _, gated = problem
@@ -144,7 +136,7 @@ def kernel_reason(form, device, dtype, D, E, p):
 
     form: as for `kernels.unsupported_reason`; device: a torch.device or its name, "cuda" for the current GPU.
     """
-    name = "power attention" if form in ("quadratic", "adaptive") else ""
+    name = "power attention" if form == "quadratic" else ""
     return _reason(name, device, dtype, partial(unsupported_reason, form, dtype, D, E, p))
 
 

@@ -1,1 +1,0 @@
-"""Adaptive power attention: its kernels and their launchers (`passes`), and its torch operator."""
