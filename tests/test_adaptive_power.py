@@ -250,3 +250,23 @@ def test_flops_count_each_power_of_a_mixture():
 def test_on_a_gpu_continuous_is_planned_in_pytorch():
     plan = tiny().transformer.h[0].attn.mix.training_plan(4096, torch.bfloat16, "cuda")
     assert plan == ("quadratic", None, False, "a power for each token is computed in PyTorch")
+
+
+def test_torch_compile_does_not_unroll_many_blocks(monkeypatch):
+    model, ids, graphs = tiny(), torch.randint(0, 97, (2, 200)), []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    sizes = []
+    for scores in (2**27, 2**10):  # 4 blocks, 13 blocks
+        monkeypatch.setitem(forms.SCORES_AT_ONCE, "cpu", scores)
+        torch.compiler.reset()
+        graphs.clear()
+        loss = torch.compile(model, backend=keep)(ids, ids)[1]
+        loss.backward()
+        assert torch.equal(loss, model(ids, ids)[1])
+        sizes.append((len(graphs), sum(len(graph.graph.nodes) for graph in graphs)))
+    (whole, unrolled), (parts, rest) = sizes
+    assert whole == 1 < parts and rest < unrolled / 2

@@ -29,21 +29,29 @@ from .forms import (
 )
 
 COPIES = 4  # of the scores that the backward pass of one block keeps: power attention keeps one
+COMPILED_BLOCKS = 8  # torch.compile unrolls blocks: it would take minutes or hours for more in each layer
 
 
 def adaptive_attend(q, k, v, powers, log_g):
     """Return y [B, n, H, E] in q's dtype, computed in float32 or, for float64 q, in float64.
 
-    The arguments are as in `adaptive_power_attention`, checked.
+    The arguments are as in `adaptive_power_attention`, checked. torch.compile leaves more than COMPILED_BLOCKS blocks
+    to eager mode.
     """
     (B, n, H, _), m = q.shape, k.shape[1]
+    ranges, run = blocks_of_rows(B * H, n, m, q.device, COPIES)
+    unrolled = torch.compiler.is_compiling() and len(ranges) > COMPILED_BLOCKS
+    return (_attend_eagerly if unrolled else _attend)(q, k, v, powers, log_g, ranges, run)
+
+
+def _attend(q, k, v, powers, log_g, ranges, run):
+    n, m = q.shape[1], k.shape[1]
     with without_autocast(q.device):
         queries, keys, values, _ = by_head(q, k, v, None)
         queries, (keys, values, bad) = to_unit_range(queries), finite_keys_and_values(keys, values)
         sizes = exponent(keys.detach().abs().amax(-1))  # [B, Hkv, m], the least there is for a key of zeros
         keys, powers = to_unit_range(keys), powers.to(keys.dtype)[:, None, None, :, None]
         documents = None if log_g is None else (log_g == float("-inf")).cumsum(1).transpose(1, 2)  # [B, Hkv, m]
-        ranges, run = blocks_of_rows(B * H, n, m, q.device, COPIES)
         parts = []
         for start, end in ranges:
             seen = m - n + end
@@ -60,6 +68,11 @@ def adaptive_attend(q, k, v, powers, log_g):
             parts.append(part)
         y = torch.cat(parts, dim=3)
     return by_token(y).to(q.dtype)
+
+
+@torch._disable_dynamo  # torch.compiler.disable would import torch._dynamo here, which takes seconds
+def _attend_eagerly(*arguments):
+    return _attend(*arguments)
 
 
 def _block_of_rows(q, k, v, sizes, bad, documents, powers, first):
