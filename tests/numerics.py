@@ -1,4 +1,4 @@
-"""Gates of every kind, the error measure and the measure of memory that tests of numbers share."""
+"""Gates of every kind, gradients, the error measure and the measure of memory that tests of numbers share."""
 
 import math
 
@@ -21,6 +21,25 @@ GATES = {
 def relative_error(out, ref, floor):
     """Return ||out - ref|| / max(||ref||, floor)."""
     return ((out.double() - ref.double()).norm() / max(ref.double().norm().item(), floor)).item()
+
+
+def leaves_of(tensors, to=lambda x: x):
+    """Return the tensors as leaves of a graph of their own, after `to`. None and tensors of integers stay."""
+    return [x if x is None or not x.is_floating_point() else to(x).detach().requires_grad_() for x in tensors]
+
+
+def gradients(function, tensors, weights, to=lambda x: x):
+    """Return the outputs of a function of the tensors, after `to`, and the gradients to all of them that have one.
+
+    weights are the gradients to the outputs: a list if the function returns several tensors.
+    """
+    leaves = leaves_of(tensors, to)
+    outputs = function(*leaves)
+    if isinstance(outputs, torch.Tensor):
+        outputs, weights = [outputs], [weights]
+    inputs = [x for x in leaves if x is not None and x.requires_grad]
+    weights = [weight.to(y.dtype) for weight, y in zip(weights, outputs, strict=True)]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, weights, materialize_grads=True)]
 
 
 class Largest(TorchDispatchMode):

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import numerics
 import pytest
 import torch
-from numerics import relative_error
+from numerics import gradients, leaves_of, relative_error
 from torch.nn.functional import logsigmoid
 
 from sympow.attention import naive
@@ -55,17 +55,6 @@ def queries_of_the_last(n, attention):
         return attention(torch.nn.functional.pad(q, (0, 0, 0, 0, k.shape[1] - n, 0)), k, *rest, **options)[:, -n:]
 
     return attend
-
-
-def leaves_of(tensors, to=lambda x: x):
-    """Return the tensors as leaves of a graph of their own, after `to`. None and tensors of integers stay."""
-    return [x if x is None or not x.is_floating_point() else to(x).detach().requires_grad_() for x in tensors]
-
-
-def gradients(attention, tensors, dy, to=lambda x: x):
-    leaves = leaves_of(tensors, to)
-    y = attention(*leaves)
-    return [y, *torch.autograd.grad(y, [x for x in leaves if x is not None], to(dy), materialize_grads=True)]
 
 
 def kernel_gradients(tensors, dy, p):

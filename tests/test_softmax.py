@@ -1,14 +1,13 @@
 """Packed softmax: each document for itself, without a mask of T x T, in eager mode and under torch.compile."""
 
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import SMALL, assert_same_run, call, dataset  # noqa: F401 (dataset is a fixture)
-from numerics import Largest, relative_error
+from helpers import assert_same_run
+from numerics import Largest, gradients, relative_error
 
-from sympow import train
 from sympow.attention import softmax
 from sympow.attention.gates import reset_gates
 from sympow.attention.operator import packed
@@ -38,68 +37,45 @@ def inputs(dtype, tokens=T):
     return [x.detach().requires_grad_() for x in (q, k, v)]
 
 
-def naive(q, k, v, resets):
-    """Compute softmax with a mask of T x T, in float64."""
-    document = resets.cumsum(1)
-    visible = (document[:, :, None] == document[:, None]).tril()
-    k, v = (x.repeat_interleave(H // HKV, dim=2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[3] ** -0.5
+def naive(q, k, v, resets=None, window=None):
+    """Compute softmax of the queries of the last n of T tokens with a mask of n x T, in float64."""
+    (B, n, H, D), (T, Hkv) = q.shape, k.shape[1:3]
+    i, j = torch.arange(T, device=q.device)[-n:, None], torch.arange(T, device=q.device)
+    visible = ((j <= i) & (j > i - (window or T))).expand(B, n, T)
+    if resets is not None:
+        document = resets.cumsum(1)
+        visible = visible & (document[:, -n:, None] == document[:, None])
+    k, v = (x.repeat_interleave(H // Hkv, dim=2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * D**-0.5
     return torch.einsum("bhij,bjhe->bihe", scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1), v)
 
 
-def assert_naive(attention, qkv, resets):
-    y = attention(*qkv, resets)
-    exact = [x.detach().double().requires_grad_() for x in qkv]
-    expected, dy = naive(*exact, resets), torch.randn(y.shape, dtype=torch.float64)
-    results = y, *torch.autograd.grad(y, qkv, dy.to(y.dtype))
-    references = expected, *torch.autograd.grad(expected, exact, dy)
-    for name, x, reference, like in zip(("y", "dq", "dk", "dv"), results, references, (qkv[0], *qkv), strict=True):
-        assert x.dtype == like.dtype and x.shape == like.shape
-        error = relative_error(x, reference, floor=0.1 * dy.norm().item())
-        assert error < TOLERANCE[y.dtype], (name, error)
+def assert_naive(attend, qkv, resets=None, window=None, tolerance=None, floor=0.1):
+    """Compare attend(q, k, v) and its gradients with `naive` in float64."""
+    dy = torch.randn(*qkv[0].shape[:3], qkv[2].shape[3], dtype=torch.float64, device=qkv[0].device)
+    results = gradients(attend, qkv, dy)
+    expected = gradients(partial(naive, resets=resets, window=window), qkv, dy, torch.Tensor.double)
+    for name, x, reference in zip(("y", "dq", "dk", "dv"), results, expected, strict=True):
+        assert x.dtype == qkv[0].dtype and x.shape == reference.shape
+        error = relative_error(x, reference, floor * dy.norm().item())
+        assert error < (tolerance or TOLERANCE[x.dtype]), (name, error)
+
+
+def assert_packed(attention, dtype, places):
+    """Compare attention(q, k, v, resets) with `naive`."""
+    resets = resets_at(RESETS[places])
+    assert_naive(lambda *qkv: attention(*qkv, resets), inputs(dtype), resets)
 
 
 @pytest.mark.parametrize("places", RESETS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_packed_softmax_and_its_gradients_are_those_with_a_mask(dtype, places):
-    assert_naive(packed_softmax_attention, inputs(dtype), resets_at(RESETS[places]))
+    assert_packed(packed_softmax_attention, dtype, places)
 
 
 def test_a_compiled_function_computes_the_same_with_a_mask():
     compiled = torch.compile(packed_softmax_attention, backend="eager", fullgraph=True)
-    assert_naive(compiled, inputs(torch.float64), resets_at(RESETS["one token long"]))
-
-
-@pytest.mark.parametrize("D", [8, 6])
-def test_flash_attention_gets_the_documents_of_all_sequences_in_one_call(D, monkeypatch):
-    """With stand-ins for torch's operators, which need a GPU."""
-    calls = []
-
-    def forward(q, k, v, ends, ends_k, longest, longest_k, dropout, causal, debug, scale):
-        assert ends is ends_k and longest == longest_k and (dropout, causal, debug) == (0.0, True, False)
-        assert q.shape[2] % 8 == 0 and q.stride(2) == 1 and ends.dtype == torch.int32
-        calls.append((ends.tolist(), longest))
-        sizes = torch.tensor([len(ends) - 1, longest])
-        return packed._one_by_one(q, k, v, ends, sizes, scale), q.new_zeros(H, len(q), dtype=torch.float32), 0, 0, 0
-
-    def backward(dy, q, k, v, y, lse, ends, ends_k, longest, longest_k, dropout, causal, rng, unused, scale):
-        assert dy.is_contiguous() and lse.shape == (H, len(q)) and (dropout, causal) == (0.0, True)
-        calls.append((ends.tolist(), longest))
-
-        def differentiate():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            y = packed._one_by_one(*leaves, ends, torch.tensor([len(ends) - 1, longest]), scale)
-            return torch.autograd.grad(y, leaves, dy)
-
-        with ThreadPoolExecutor(1) as thread:  # autograd does not work inside an operator
-            return thread.submit(differentiate).result()
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward, raising=False)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward, raising=False)
-    monkeypatch.setattr(packed, "takes_flash", lambda *_: True)
-    qkv = [x.detach()[..., :D].requires_grad_() for x in inputs(torch.float64)]
-    assert_naive(packed_softmax_attention, qkv, resets_at(RESETS["at token 0"]))
-    assert calls == [([0, 9, T, 2 * T], T)] * 2
+    assert_packed(compiled, torch.float64, "one token long")
 
 
 @pytest.fixture
@@ -135,21 +111,11 @@ def test_documents_of_a_batch_are_looked_for_once(searches):
 def test_the_last_tokens_see_the_cache_as_with_one_mask(dtype, places, entries, monkeypatch):
     monkeypatch.setattr(softmax, "MASK_ENTRIES", entries)
     resets = resets_at(RESETS[places])
-    q, k, v = (x.detach() for x in inputs(dtype))
+    q, k, v = inputs(dtype)
     for log_g in (reset_gates(resets, None, k), None):
-        wanted = naive(*(x.double() for x in (q, k, v)), resets & (log_g is not None))
         for n in (1, 7, T):
-            y = softmax_attention(q[:, -n:], k, v, log_g)
-            assert y.dtype == dtype and relative_error(y, wanted[:, -n:], floor=1e-3) < TOLERANCE[dtype]
-
-
-def test_gradients_flow_to_the_cache(monkeypatch):
-    monkeypatch.setattr(softmax, "MASK_ENTRIES", 40)
-    q, k, v = inputs(torch.float64)
-    dy = torch.randn(B, 7, H, D, dtype=torch.float64)
-    y, expected = softmax_attention(q[:, -7:], k, v), naive(q, k, v, resets_at([]))[:, -7:]
-    for x, reference in zip(torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy)):
-        assert relative_error(x, reference, floor=1e-3) < 1e-12
+            documents = None if log_g is None else resets
+            assert_naive(partial(softmax_attention, log_g=log_g), (q[:, -n:], k, v), documents)
 
 
 def test_64_queries_of_a_long_text_make_no_mask_for_all_of_them(monkeypatch):
@@ -159,10 +125,7 @@ def test_64_queries_of_a_long_text_make_no_mask_for_all_of_them(monkeypatch):
     with torch.inference_mode(), Largest() as largest:
         y = softmax_attention(q, k, v)
     assert largest.entries <= tokens * 2 * D < tokens * 64
-    mask = torch.ones(64, tokens, dtype=torch.bool).tril(tokens - 64)
-    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double().expand(-1, -1, 2, -1)) * D**-0.5
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-    expected = torch.einsum("bhij,bjhe->bihe", weights, v.double().expand(-1, -1, 2, -1))
+    expected = naive(*(x.double() for x in (q, k, v)))
     assert relative_error(y, expected, floor=1e-3) < 1e-5
 
 
@@ -181,7 +144,8 @@ def model(**settings):
     return GPT(GPTConfig(**sizes, reset_token=7, **settings))
 
 
-def gradients(network, parameters, ids):
+def learn(network, parameters, ids):
+    """Return the loss and the gradients of a network."""
     _, loss = network(ids, ids.roll(-1, 1))
     return [loss, *torch.autograd.grad(loss, list(parameters))]
 
@@ -194,8 +158,8 @@ def test_a_compiled_model_learns_the_same(checkpointing):
     for _ in range(2):  # other documents, the same graph
         ids = torch.randint(0, 31, (B, T))
         ids[0, 5] = 7
-        expected = gradients(net, net.parameters(), ids)
-        for x, reference in zip(gradients(compiled, net.parameters(), ids), expected, strict=True):
+        expected = learn(net, net.parameters(), ids)
+        for x, reference in zip(learn(compiled, net.parameters(), ids), expected, strict=True):
             assert torch.allclose(x, reference, rtol=1e-4, atol=1e-6)
 
 
@@ -212,10 +176,10 @@ def test_documents_in_one_sequence_are_what_they_are_alone():
     assert torch.allclose(last, logits[:, -1], rtol=1e-8)
 
 
-def test_a_packed_run_goes_on_with_the_same_bits(dataset, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.chdir(tmp_path)
-    packed_run = (f"--dataset={dataset}", *SMALL, "--attention=softmax", "--pack=1", "--sample_tokens=0")
-    assert call(train.main, *packed_run, "--out_dir=out/a") == 0
-    assert call(train.main, *packed_run, "--out_dir=out/b", "--max_iters=3") == 0
-    assert call(train.main, *packed_run, "--out_dir=out/b") == 0
+@pytest.mark.parametrize("settings", [["--attention=softmax"], ["--attention=sympow_gating,softmax", "--window=8"]])
+def test_a_packed_run_goes_on_with_the_same_bits(go, settings):
+    packed_run = (*settings, "--pack=1", "--sample_tokens=0")
+    assert go(*packed_run, "--out_dir=out/a") == 0
+    assert go(*packed_run, "--out_dir=out/b", "--max_iters=3") == 0
+    assert go(*packed_run, "--out_dir=out/b") == 0
     assert_same_run("out/b", "out/a")
