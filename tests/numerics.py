@@ -1,11 +1,14 @@
-"""Gates of every kind, gradients, the error measure and the measure of memory that tests of numbers share."""
+"""The device, gates of every kind, gradients, and measures of errors and of memory that tests of numbers share."""
 
 import math
+import os
 
 import torch
 from torch.nn.functional import logsigmoid
 from torch.utils._python_dispatch import TorchDispatchMode
 
+GPU = bool(os.environ.get("TEST_GPU"))
+DEVICE = "cuda" if GPU else "cpu"
 # log_g of random numbers, for tests of every kind of gate
 GATES = {
     "none": lambda x: None,
@@ -28,17 +31,20 @@ def leaves_of(tensors, to=lambda x: x):
     return [x if x is None or not x.is_floating_point() else to(x).detach().requires_grad_() for x in tensors]
 
 
-def gradients(function, tensors, weights, to=lambda x: x):
+def gradients(function, tensors, weights=None, to=lambda x: x):
     """Return the outputs of a function of the tensors, after `to`, and the gradients to all of them that have one.
 
-    weights are the gradients to the outputs: a list if the function returns several tensors.
+    weights are the gradients to the outputs, by default random: a list if the function returns several tensors.
     """
     leaves = leaves_of(tensors, to)
     outputs = function(*leaves)
     if isinstance(outputs, torch.Tensor):
-        outputs, weights = [outputs], [weights]
+        outputs, weights = [outputs], None if weights is None else [weights]
+    if weights is None:
+        generator = torch.Generator().manual_seed(1)
+        weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64) for y in outputs]
+    weights = [weight.to(y) for weight, y in zip(weights, outputs, strict=True)]
     inputs = [x for x in leaves if x is not None and x.requires_grad]
-    weights = [weight.to(y.dtype) for weight, y in zip(weights, outputs, strict=True)]
     return [*outputs, *torch.autograd.grad(outputs, inputs, weights, materialize_grads=True)]
 
 

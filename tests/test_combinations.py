@@ -6,23 +6,19 @@ may need a form, a number of queries, no gates and a tensor without a gradient a
 Two runs must give the same bits. Before each, free memory is filled with NaN.
 """
 
-import itertools
 from functools import partial
+from itertools import accumulate, repeat
 
 import pytest
 import torch
 from covering import cover
-from numerics import GATES, relative_error
+from numerics import DEVICE, GATES, GPU, relative_error
 from torch.nn.functional import logsigmoid, pad
 
-pytest.importorskip("triton", reason="Triton has no wheel for this system")
-
-from test_kernels import DEVICE, GPU  # noqa: E402
-
-from sympow.attention import naive  # noqa: E402
-from sympow.attention.embedding import symmetric_power_dim, symmetric_power_embedding  # noqa: E402
-from sympow.attention.operator import check, dispatch  # noqa: E402
-from sympow.attention.power import power_attention  # noqa: E402
+from sympow.attention import naive
+from sympow.attention.embedding import symmetric_power_dim, symmetric_power_embedding
+from sympow.attention.operator import check, dispatch
+from sympow.attention.power import power_attention
 
 FACTORS = dict(
     form=("quadratic", "chunked", "recurrent", "auto"),
@@ -60,9 +56,8 @@ def allowed(case):
         and (case["gradient"] == "of y" or state in ("returned", "both"))
         and (case["gradient"], case["needs"]) != ("of the state", "q")
         and (features * max(T / 16, case["D"]) <= LARGEST or not reads_features(case))
-        and (
-            case["p"] <= 4 or case["dtype"] == "float64" or not reads_features(case)
-        )  # they cancel to less than float32 has
+        # features of a higher power cancel to less than float32 has
+        and (case["p"] <= 4 or case["dtype"] == "float64" or not reads_features(case))
     )
 
 
@@ -80,30 +75,28 @@ def create(case):
     E = {"D": D, "narrower": D - 11, "wider": min(D + 8, 128)}[case["E"]]
     n = {"all": T, "a third": max(1, T // 3), "one": 1}[case["queries"]]
     generator = torch.Generator().manual_seed(0)
-    random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE)
     dtype = torch.float32 if case["dtype"] == "autocast" else getattr(torch, case["dtype"])
-    lengths = [T // 3, 0, T - T // 3] if case["packed"] else None
-    heads = random(B, T, H + 2 * Hkv, max(D, E)).to(DEVICE, dtype).split((H, Hkv, Hkv), 2)
-    x = dict(q=heads[0][:, T - n :, :, :D], k=heads[1][..., :D], v=heads[2][..., :E])
-    change = dict(
-        fused=lambda x: x,
-        contiguous=torch.Tensor.contiguous,
-        transposed=lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    )
-    x = {name: change.get(case["layout"], torch.Tensor.contiguous)(t) for name, t in x.items()}
     sums = torch.promote_types(dtype, torch.float32)
+    lengths = [T // 3, 0, T - T // 3, 0] if case["packed"] is True else case["packed"] or None
+    q, k, v = random(B, T, H + 2 * Hkv, max(D, E)).to(dtype).split((H, Hkv, Hkv), 2)
+    x = dict(q=q[:, T - n :, :, :D], k=k[..., :D], v=v[..., :E])
+    if case["layout"] == "transposed":
+        x = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in x.items()}
+    elif case["layout"] != "fused":
+        x = {name: t.contiguous() for name, t in x.items()}
     if case["gates"] != "none":
-        x["log_g"] = GATES[case["gates"]](random(B, T, Hkv)).to(DEVICE, sums)
+        x["log_g"] = GATES[case["gates"]](random(B, T, Hkv)).to(sums)
     if case["state"] in ("initial", "both"):  # of random keys, so that denominators are positive
         N = len(lengths) if lengths else B
-        state = naive.state_after(*(random(N, 6, Hkv, width).to(DEVICE) for width in (D, E)), p=case["p"])
+        state = naive.state_after(random(N, 6, Hkv, D), random(N, 6, Hkv, E), p=case["p"])
         x["S"], x["z"] = (t.to(sums) for t in state)
     return x, lengths
 
 
 def attend(case, lengths, q, k, v, log_g=None, S=None, z=None):
     """Return [y], or [y, S, z] where the case returns a state, by power_attention."""
-    ends = None if lengths is None else torch.tensor([0, *itertools.accumulate(lengths)], device=q.device)
+    ends = None if lengths is None else torch.tensor([0, *accumulate(lengths)], device=q.device)
     options = {name: case[name] for name in ("p", "form", "chunk_size")}
     returns = case["state"] in ("returned", "both")
     state = None if S is None else (S, z)
@@ -115,27 +108,25 @@ def attend(case, lengths, q, k, v, log_g=None, S=None, z=None):
 def specify(case, lengths, q, k, v, log_g=None, S=None, z=None):
     """Return what `attend` does, as it is defined: naive.quadratic, and a state as the sum over all tokens."""
     earlier = k.shape[1] - q.shape[1]
-    tensors = [pad(q, (0, 0, 0, 0, earlier, 0)), k, v, log_g]
-    outputs, states, first = [], [], 0
-    for i, length in enumerate(lengths or [k.shape[1]]):
-        one = [t if t is None else t[:, first : first + length] for t in tensors]
-        sequences = slice(None) if lengths is None else slice(i, i + 1)
-        options = dict(p=case["p"], initial_state=None if S is None else (S[sequences], z[sequences]))
-        outputs.append(naive.quadratic(*one, **options))
-        if case["state"] in ("returned", "both"):
-            states.append(state_after(*one[1:], **options))
-        first += length
-    return [torch.cat(outputs, 1)[:, earlier:], *map(torch.cat, zip(*states))]
+    lengths = lengths or [k.shape[1]]
+    tensors = [t if t is None else t.split(lengths, 1) for t in (pad(q, (0, 0, 0, 0, earlier, 0)), k, v, log_g)]
+    tensors += [t if t is None else t.chunk(len(lengths)) for t in (S, z)]
+    results = []
+    for q, k, v, log_g, *state in zip(*(t or repeat(None) for t in tensors)):
+        options = dict(p=case["p"], initial_state=None if S is None else state)
+        after = state_after(k, v, log_g, **options) if case["state"] in ("returned", "both") else ()
+        results.append([naive.quadratic(q, k, v, log_g, **options), *after])
+    y, *state = zip(*results)
+    return [torch.cat(y, 1)[:, earlier:], *map(torch.cat, state)]
 
 
 def state_after(k, v, log_g, *, p, initial_state):
     """Return what naive.state_after does, for all tokens at once."""
-    products = pad(naive.gates(log_g, k).transpose(1, 2), (0, 1), value=1).flip(2).cumprod(2).flip(2)  # of later gates
-    phi = symmetric_power_embedding(k.transpose(1, 2), p) * products[:, :, 1:, None]
-    S, z = phi.transpose(2, 3) @ v.transpose(1, 2), phi.sum(2)
-    if initial_state is None:
-        return S, z
-    return S + products[:, :, 0, None, None] * initial_state[0], z + products[:, :, 0, None] * initial_state[1]
+    gates = pad(naive.gates(log_g, k), (0, 0, 1, 0))  # the initial state is a token before the first
+    decay = naive.gate_products(gates)[0][:, :, -1]  # of each token to the last one
+    phi = symmetric_power_embedding(k.transpose(1, 2), p) * decay[:, :, 1:, None]
+    S, z = initial_state or (0, 0)
+    return phi.mT @ v.transpose(1, 2) + decay[:, :, 0, None, None] * S, phi.sum(2) + decay[:, :, 0, None] * z
 
 
 def differentiate(function, case, tensors):
@@ -145,11 +136,11 @@ def differentiate(function, case, tensors):
     leaves = {name: x.detach().requires_grad_(name in needs) for name, x in tensors.items()}
     results = dict(zip(("y", "S", "z"), function(**leaves)))
     generator = torch.Generator().manual_seed(1)
-    weights = {name: torch.randn(x.shape, generator=generator, dtype=torch.float64) for name, x in results.items()}
-    weights = {name: weight.to(results[name]) for name, weight in weights.items()}
+    random = lambda x: torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+    weights = {name: random(x) for name, x in results.items()}
     if case["layout"] == "expanded dy":
         weights["y"] = weights["y"][:, :1, :1].expand(results["y"].shape)
-    chosen = {"of y": ["y"], "of the state": ["S", "z"], "of both": ["y", "S", "z"]}[case["gradient"]]
+    chosen = {"of y": ["y"], "of the state": ["S", "z"], "of both": [*results]}[case["gradient"]]
     chosen = [name for name in chosen if results[name].requires_grad]  # a state does not depend on queries
     outputs, weights = ([x[name] for name in chosen] for x in (results, weights))
     gradients = torch.autograd.grad(outputs, [leaves[name] for name in needs], weights, materialize_grads=True)
@@ -173,16 +164,28 @@ def tolerance(case, name):
     return (2e-2 if cancels else 4e-3) if is_output else 5e-2 if cancels or case["T"] < 1000 else 8e-3
 
 
-@pytest.fixture(autouse=True)
-def trusted_kernels(monkeypatch):
-    """Let the choice of form trust the kernels: these cases are the check."""
-    monkeypatch.setattr(dispatch, "failure", lambda *size: "")
+PLAIN = {name: values[0] for name, values in FACTORS.items()} | dict(dtype="float64", T=40, chunk_size=16)
 
 
-def run(case):
-    """Return what `differentiate` does for power_attention, the arguments and the lengths of packed sequences."""
+def assert_equals_float64(limit=None, change=lambda tensors: None, **settings):
+    """Compare power_attention twice with the specification, in a case of PLAIN and these settings.
+
+    limit: the largest error, by default that of `tolerance`. change(tensors) may change the arguments by name.
+    """
+    case = PLAIN | settings
     tensors, lengths = create(case)
-    return differentiate(partial(attend, case, lengths), case, tensors)[0], tensors, lengths
+    change(tensors)
+    results, again = (differentiate(partial(attend, case, lengths), case, tensors)[0] for _ in range(2))
+    if case["dtype"] == "autocast":  # gates and states stay float32
+        tensors |= {name: tensors[name].bfloat16() for name in "qkv"}
+    assert results["y"].dtype == tensors["v"].dtype
+    doubles = {name: x.double() for name, x in tensors.items()}
+    expected, size = differentiate(partial(specify, case, lengths), case, doubles)
+    floor = size * (1e-3 if case["T"] > 1 else 1e-1)  # alone, a token has no gradient but rounding errors
+    errors = {name: relative_error(results[name], exact, floor) for name, exact in expected.items()}
+    wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= (limit or tolerance(case, name))}
+    assert not wrong, wrong
+    assert all(torch.equal(x, again[name]) for name, x in results.items()), "two runs differ"
 
 
 def describe(case):
@@ -190,18 +193,7 @@ def describe(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=describe)
-def test_every_pair_of_arguments_equals_float64(case):
+def test_every_pair_of_arguments_equals_float64(case, monkeypatch):
+    monkeypatch.setattr(dispatch, "failure", lambda *size: "")  # the kernels are trusted: these cases are the check
     check.fill_free_memory(DEVICE)
-    results, tensors, lengths = run(case)
-    again = run(case)[0]
-    if case["dtype"] == "autocast":  # gates and states stay float32
-        tensors = {name: x.bfloat16() if name in "qkv" else x for name, x in tensors.items()}
-    doubles = {name: x.double() for name, x in tensors.items()}
-    expected, size = differentiate(partial(specify, case, lengths), case, doubles)
-    floor = size * (1e-3 if case["T"] > 1 else 1e-1)  # alone, a token has no gradient but rounding errors
-    errors = {name: relative_error(results[name], exact, floor) for name, exact in expected.items()}
-    wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= tolerance(case, name)}
-    assert not wrong, wrong
-    assert all(torch.equal(x, again[name]) for name, x in results.items()), "two runs differ"
-    for name, x in tensors.items():
-        assert f"d{name}" not in results or results[f"d{name}"].dtype == x.dtype or case["dtype"] == "autocast"
+    assert_equals_float64(**case)

@@ -1,20 +1,16 @@
 """The two libraries' interfaces, against their formulas in loops of float64, and against the specification."""
 
-import os
 from functools import partial
 
 import pytest
 import torch
-from numerics import relative_error
+from numerics import DEVICE, GPU, relative_error
 from torch.nn.functional import logsigmoid
 
 from sympow.attention import naive
 from sympow.attention.compat import power_attention as library
 from sympow.attention.compat import retention, steps
 from sympow.attention.embedding import symmetric_power_embedding
-
-GPU = bool(os.environ.get("TEST_GPU"))
-DEVICE = "cuda" if GPU else "cpu"
 
 
 def make(*shape, seed=0, of=lambda x: x):

@@ -4,7 +4,6 @@ On the CPU in Triton's interpreter, mostly in float32; with TEST_GPU=1 on the GP
 marked gpu are too large for the interpreter, or ask for a GPU's promises.
 """
 
-import os
 import warnings
 from collections import defaultdict
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from unittest.mock import Mock
 import numerics
 import pytest
 import torch
-from numerics import gradients, leaves_of, relative_error
+from numerics import DEVICE, GPU, gradients, leaves_of, relative_error
 from torch.nn.functional import logsigmoid
 
 from sympow.attention import naive
@@ -27,10 +26,7 @@ from sympow.kernels import configs, operators  # noqa: E402
 from sympow.kernels.quadratic import gates, passes as quadratic  # noqa: E402
 from sympow.kernels.configs import Config  # noqa: E402
 
-GPU = bool(os.environ.get("TEST_GPU"))
-DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.bfloat16, torch.float32] if GPU else [torch.float32]
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHORT = 70 if GPU else 40  # tokens: two tiles, the second not full (in float32 tiles are of 32)
 GATES = numerics.GATES | {"rare zeros": lambda x: logsigmoid(x + 6).masked_fill(x > 2.7, float("-inf"))}
 

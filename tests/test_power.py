@@ -1,43 +1,37 @@
-"""The forms of power attention against the float64 oracle: outputs, states and every gradient."""
+"""The forms of power attention against the float64 oracle: outputs, states and every gradient.
+
+test_combinations.py compares pairs of all arguments.
+"""
 
 import math
 from functools import partial
 
 import pytest
-
 import torch
-
 from numerics import GATES, relative_error
-
-from sympow.attention.operator import check, dispatch, forms
+from test_combinations import assert_equals_float64
 
 from sympow.attention import naive, power
-
-from sympow.attention.operator.dispatch import FORMS, Problem
-
 from sympow.attention.embedding import symmetric_power_dim
-
+from sympow.attention.operator import check, dispatch, forms
+from sympow.attention.operator.dispatch import FORMS, Problem
 from sympow.attention.operator.forms import PowerState, integer_power, read_cache
-
 from sympow.attention.power import power_attention, power_attention_sums
 
 from sympow.module import Attention
 
-HALVES = torch.bfloat16, torch.float16
-
 CHUNK = 16
-
 COMPUTED = [f for f in FORMS if f != "auto"]
 
 
-def inputs(T, p, gates, B=2, H=4, Hkv=2, D=4, E=6, dtype=torch.float64, with_state=False):
-    """Return q, k, v, log_g (or None), S0, z0 (or none) as float64 leaves whose values are exact in dtype."""
+def inputs(T, p, gates, B=2, H=4, Hkv=2, D=4, E=6, with_state=False):
+    """Return q, k, v, log_g (or None), S0, z0 (or none) as float64 leaves."""
     generator = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)
     tensors = [make(B, T, H, D), make(B, T, Hkv, D), make(B, T, Hkv, E), GATES[gates](make(B, T, Hkv))]
     if with_state:
         tensors += naive.state_after(make(B, 5, Hkv, D), make(B, 5, Hkv, E), p=p)
-    return [x if x is None else x.to(dtype).double().requires_grad_() for x in tensors]
+    return [x if x is None else x.requires_grad_() for x in tensors]
 
 
 def floats(T, p, gates="none", **sizes):
@@ -62,35 +56,6 @@ def reset(T, t):
     return log_g
 
 
-def assert_equal_to_oracle(
-    tensors, *, p, form, tolerance, dtype=torch.float64, with_state=False, chunk_size=CHUNK, n=0
-):
-    """Compare outputs, with_state the state too, and every gradient; n: only the last n tokens have queries."""
-
-    def oracle(q, k, v, log_g, *state):
-        options = dict(p=p, initial_state=state or None)
-        states = naive.state_after(k, v, log_g, **options) if with_state else ()
-        padded = torch.nn.functional.pad(q, (0, 0, 0, 0, k.shape[1] - q.shape[1], 0))
-        return [naive.quadratic(padded, k, v, log_g, **options)[:, -n:], *states]
-
-    def attention(q, k, v, log_g, *state):
-        options = dict(form=form, chunk_size=chunk_size, initial_state=state or None, return_state=with_state)
-        y = power_attention(q, k, v, log_g, p=p, **options)
-        return [y[0], *y[1]] if with_state else [y]
-
-    results, inputs = [], (tensors[0][:, -n:], *tensors[1:])
-    for function, to in ((oracle, torch.float64), (attention, dtype)):
-        dtypes = 3 * [to] + 3 * [torch.promote_types(to, torch.float32)]  # of q, k, v, then of gates and states
-        leaves = [x if x is None else x.detach().to(d).requires_grad_() for x, d in zip(inputs, dtypes)]
-        outs, generator = function(*leaves), torch.Generator().manual_seed(1)
-        dys = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(dtype).to(x.dtype) for x in outs]
-        leaves = [x for x in leaves if x is not None]
-        results.append([*outs, *torch.autograd.grad(outs, leaves, dys, materialize_grads=True)])
-    floor = 1e-3 * dys[0].norm().item()
-    errors = [relative_error(out, ref, floor) for ref, out in zip(*results, strict=True)]
-    assert max(errors) <= tolerance, errors  # of y and perhaps S, z, then of the gradients
-
-
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("p", [2, 4])
 def test_the_specification_is_one_function_in_two_forms(p, gates):
@@ -101,32 +66,23 @@ def test_the_specification_is_one_function_in_two_forms(p, gates):
     assert torch.allclose(recurrent, y, rtol=1e-9) and all(map(torch.allclose, end, last))
 
 
-# The recurrent form knows no chunks: 17 tokens are as good as 53, which take it long.
-LENGTHS = [
-    pytest.param(T, form, marks=[pytest.mark.slow] * (form == "recurrent" and T == 53))
-    for T in (1, 2, 15, 16, 17, 53)
-    for form in COMPUTED
-]
-
-
 @pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("T,form", LENGTHS)
-def test_every_form_equals_the_oracle_for_any_length(T, form, gates):
-    assert_equal_to_oracle(inputs(T, 2, gates), p=2, form=form, tolerance=1e-9)
+@pytest.mark.parametrize("form", COMPUTED)
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17])
+def test_every_form_equals_float64_around_the_ends_of_chunks_with_any_gates(T, form, gates):
+    assert_equals_float64(T=T, form=form, gates=gates, chunk_size=CHUNK, D=4, E="wider", heads=(4, 2), batch=2)
 
 
 @pytest.mark.parametrize("gates", ["none", "near one", "half", "strong", "zeros"])
 @pytest.mark.parametrize("form", ["quadratic", "chunked"])
 def test_float32_is_accurate(form, gates):
-    tensors = inputs(300, 2, gates, D=8, E=8, dtype=torch.float32)
-    assert_equal_to_oracle(tensors, p=2, form=form, tolerance=2e-5, dtype=torch.float32, chunk_size=64)
+    assert_equals_float64(2e-5, T=300, form=form, gates=gates, chunk_size=64, D=8, dtype="float32")
 
 
 def test_blocks_of_rows_equal_one_block(monkeypatch):
     monkeypatch.setitem(forms.SCORES_AT_ONCE, "cpu", 1)  # blocks of 16 rows, the fewest there are
     monkeypatch.setattr(forms, "FEATURES_AT_ONCE", 1)  # features token by token
-    tensors = inputs(53, 4, "zeros", with_state=True)
-    assert_equal_to_oracle(tensors, p=4, form="quadratic", tolerance=1e-9, with_state=True)
+    assert_equals_float64(T=53, p=4, gates="zeros", state="both", gradient="of both", D=4, heads=(4, 2), batch=2)
 
 
 def error_after_rounding(q, k, v, dtype=torch.float32, **options):
@@ -264,27 +220,13 @@ def test_gates_lose_nothing_over_65536_tokens():
     assert y == pytest.approx(g ** (T - 1) / ((1 - g**T) / (1 - g)), rel=2e-4)
 
 
-def assert_same(outs, expected):
-    """Compare lists of float64 tensors."""
-    assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(outs, expected, strict=True))
-
-
-@pytest.mark.parametrize("end", [1, 16, 23, 40])
-def test_a_sequence_may_be_cut_anywhere(end):
-    tensors, options = inputs(41, 4, "zeros"), dict(p=4, return_state=True)
-    whole, final = power_attention(*tensors, form="quadratic", **options)
-    first, state = power_attention(*cut(tensors, 0, end), form="chunked", **options)
-    second, state = power_attention(*cut(tensors, end), form="chunked", initial_state=state, **options)
-    assert_same([torch.cat((first, second), 1), *state], [whole, *final])
-
-
 def test_queries_of_the_newest_tokens_read_cache_and_state():
     q, *cached = tensors = inputs(40, 2, "zeros")
     whole, final = power_attention(*tensors, form="quadratic", return_state=True)
     _, state = power_attention(*cut(tensors, 0, 9), form="quadratic", return_state=True)
     read = lambda flush_cache: read_cache(q[:, 33:], *cut(cached, 9), state, p=2, flush_cache=flush_cache)
     y, end = read(True)
-    assert_same([y, *end], [whole[:, 33:], *final])
+    assert all(map(partial(torch.allclose, rtol=1e-9, atol=1e-12), (y, *end), (whole[:, 33:], *final)))
     assert read(False)[1] is state
 
 
@@ -292,16 +234,6 @@ def test_scale_cancels_and_auto_is_one_of_the_forms():
     tensors = inputs(33, 2, "none")[:3]
     for options in (dict(scale=7.0), dict(form="quadratic")):
         assert torch.allclose(power_attention(*tensors, **options), power_attention(*tensors), rtol=1e-10)
-
-
-@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 9, 20])])
-def test_float16_inputs_give_what_float32_does_rounded(cu_seqlens):
-    tensors = [x.detach().half().requires_grad_() for x in inputs(20, 2, "none", B=1)[:3]]
-    dy, results = torch.randn(1, 20, 4, 6).half(), []
-    for convert in (lambda x: x, torch.Tensor.float):
-        y, state = power_attention(*map(convert, tensors), return_state=True, cu_seqlens=cu_seqlens)
-        results.append([y.half(), *state, *torch.autograd.grad((y * dy).sum(), tensors)])
-    assert y.dtype == torch.float32 and all(map(torch.equal, *results))
 
 
 def test_integer_power_squares_repeatedly():
@@ -395,16 +327,6 @@ def test_the_meta_device_gives_shapes(form):
         power_attention(*tensors[:2], torch.ones(2, 40, 2, 6, dtype=torch.float64))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["quadratic", "chunked"])
-def test_torch_compile_takes_it_whole_with_sizes_that_change(form):
-    attend = lambda *x: power_attention(*x, form=form, chunk_size=CHUNK)
-    compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend="eager")
-    for T in (33, 40):
-        tensors = inputs(T, 2, "learned")[:4]
-        assert torch.allclose(compiled(*tensors), attend(*tensors), rtol=1e-9)
-
-
 @pytest.mark.parametrize("options", [{"p": 4}, {"form": "chunked", "chunk_size": 4}])
 def test_torch_compile_takes_settings_from_outside_and_has_a_graph_for_a_number_of_chunks(options):
     torch.compiler.reset()
@@ -467,11 +389,11 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "p,form,dtype,n",
-    [(6, "auto", torch.float32, 24), (2, "quadratic", torch.float32, 7)]
-    + [pytest.param(p, "auto", dtype, 24, marks=pytest.mark.slow) for p in (6, 8) for dtype in HALVES],
+    "p,form,dtype,queries",
+    [(6, "auto", "float32", "all"), (2, "quadratic", "float32", "a third")]
+    + [pytest.param(p, "auto", x, "all", marks=pytest.mark.slow) for p in (6, 8) for x in ("bfloat16", "float16")],
 )
-def test_a_state_comes_before_the_quadratic_kernels(p, form, dtype, n, monkeypatch):
+def test_a_state_comes_before_the_quadratic_kernels(p, form, dtype, queries, monkeypatch):
     """Sums over pairs on the kernels, which the interpreter runs, and what is read from the state in PyTorch."""
     operators = pytest.importorskip("sympow.kernels.operators", reason="Triton has no wheel for this system")
     monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, dtype, *sizes: "no" * (form == "chunked"))
@@ -479,14 +401,19 @@ def test_a_state_comes_before_the_quadratic_kernels(p, form, dtype, n, monkeypat
     monkeypatch.setattr(dispatch, "failure", lambda size, device: asked.append(size.form) or "")
     monkeypatch.setattr(operators, "quadratic_sums", lambda *x, **o: asked.append(x[0].dtype) or real(*x, **o))
     monkeypatch.setattr(forms, "FEATURES_AT_ONCE", 1)  # the state is read token by token
-    tensors = inputs(24, p, "zeros", D=3, E=5, dtype=dtype, with_state=True)
-    with torch.no_grad():  # rows and states of any size
-        tensors[0][:, ::3] *= 2.0**10
-        for x in tensors[4:]:
-            x *= 2.0 ** (-4 * p)
-    exact = 1e-5 if dtype == torch.float32 else 4e-2  # of ten seeds dq is worst: 1.2e-2, once 2.1e-2 (bfloat16, p=8)
-    assert_equal_to_oracle(tensors, p=p, form=form, tolerance=exact, dtype=dtype, with_state=True, n=n)
-    assert asked == ["sums", torch.bfloat16 if dtype == torch.bfloat16 else torch.float32]
+
+    def scale(tensors):
+        """Give rows and states any size, and keys one with gradients in float16's range."""
+        tensors["q"][:, ::3] *= 2.0**10
+        tensors["k"] *= 0.5
+        for name in "Sz":
+            tensors[name] *= 2.0 ** (-4 * p)
+
+    limit = 1e-5 if dtype == "float32" else 4e-2  # of ten seeds dq is worst: 1.2e-2, once 2.1e-2 (bfloat16, p=8)
+    sizes = dict(T=24, D=3, E="wider", heads=(4, 2), batch=2)
+    settings = dict(p=p, form=form, gates="zeros", state="both", gradient="of both", queries=queries, dtype=dtype)
+    assert_equals_float64(limit, scale, **settings, **sizes)
+    assert asked == 2 * ["sums", torch.bfloat16 if dtype == "bfloat16" else torch.float32]
 
 
 def test_a_document_of_small_keys_follows_a_state_of_large_ones(monkeypatch):

@@ -1,54 +1,42 @@
 """Packed sequences: cu_seqlens gives what each sequence alone does, in every form, with states in and out.
 
-On the CPU in float64 against the specification, and the kernels in Triton's interpreter; with TEST_GPU=1 on the GPU.
+The kernels in Triton's interpreter, with TEST_GPU=1 on the GPU; test_combinations.py compares all forms with float64.
 """
 
 import gc
 import math
+from itertools import accumulate
 
 import pytest
 import torch
-from numerics import GATES, relative_error
+from numerics import DEVICE, gradients, relative_error
+from test_combinations import PLAIN, create
 
 from sympow.attention.operator import dispatch, sequences
-from sympow.attention import naive
 from sympow.attention.operator.forms import PowerState
 from sympow.attention.power import power_attention
 from sympow.kernels import cost
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from test_kernels import DEVICE  # noqa: E402
-
 from sympow.kernels import operators  # noqa: E402
 
 
-def make(lengths, gates="learned", H=2, Hkv=1, D=16, p=2, state=True, dtype=torch.float32):
+def make(lengths, gates="learned", heads=(2, 1), D=16, p=2, state=True, dtype="float32"):
     """Return cu_seqlens and {name: tensor} of random packed sequences, with log_g and an initial state or None."""
-    generator = torch.Generator().manual_seed(sum(lengths))
-    random = lambda *shape: torch.randn(*shape, generator=generator)
-    T, N = sum(lengths), len(lengths)
-    x = dict(q=random(1, T, H, D), k=random(1, T, Hkv, D), v=random(1, T, Hkv, D))
-    x["log_g"] = GATES[gates](random(1, T, Hkv))
-    x = {name: t if t is None else t.to(DEVICE, dtype) for name, t in x.items()}
-    x["S"] = x["z"] = None
-    if state:  # of random keys, so that denominators are positive
-        keys, values = (random(N, 6, Hkv, D).to(DEVICE, torch.float64) for _ in range(2))
-        x["S"], x["z"] = (t.to(dtype) for t in naive.state_after(keys, values, p=p))
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    return ends.to(DEVICE, torch.int32), x
+    case = dict(T=sum(lengths), packed=lengths, gates=gates, heads=heads, D=D, p=p, dtype=dtype, batch=1)
+    tensors, _ = create(PLAIN | case | dict(state="initial" if state else "none"))
+    ends = torch.tensor([0, *accumulate(lengths)], device=DEVICE, dtype=torch.int32)
+    return ends, {name: tensors.get(name) for name in ("q", "k", "v", "log_g", "S", "z")}
 
 
 def results(attend, x, **options):
     """Return attend(**x) and the gradients to x of random weights of it, by name; y is first, then S and z."""
-    leaves = {name: t if t is None else t.detach().requires_grad_() for name, t in x.items()}
-    outs = attend(**leaves, **options)
-    generator = torch.Generator().manual_seed(1)
-    dys = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in outs]
-    wanted = [t for t in leaves.values() if t is not None]
-    grads = torch.autograd.grad(outs, wanted, dys, materialize_grads=True)
-    found = dict(zip(("y", "S after", "z after"), outs))
-    return found | dict(zip((f"d{name}" for name, t in x.items() if t is not None), grads))
+    tensors = {name: t for name, t in x.items() if t is not None}
+    function = lambda *leaves: attend(**(x | dict(zip(tensors, leaves))), **options)
+    values = gradients(function, tensors.values())
+    names = ["y", "S after", "z after"][: len(values) - len(tensors)]
+    return dict(zip((*names, *(f"d{name}" for name in tensors)), values, strict=True))
 
 
 def one_by_one(attend, lengths):
@@ -69,11 +57,6 @@ def one_by_one(attend, lengths):
         return torch.cat(ys, 1), *map(torch.cat, zip(*states))
 
     return attend_to_all
-
-
-def specification(q, k, v, log_g, S, z):
-    y, state = naive.recurrent(q, k, v, log_g, initial_state=None if S is None else (S, z))
-    return y, *state
 
 
 def packed(q, k, v, log_g, S, z, return_state=True, **options):
@@ -105,19 +88,8 @@ def assert_near_float64(found, x, **options):
 LENGTHS = [3, 0, 1, 4, 0]
 
 
-@pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize("gates", ["none", "learned", "zeros"])
-def test_every_form_gives_what_each_sequence_alone_does(gates, state):
-    cu_seqlens, x = make(LENGTHS, gates, H=4, Hkv=2, D=3, state=state, dtype=torch.float64)
-    expected = results(one_by_one(specification, LENGTHS), x)
-    for form in (dict(form="auto"), dict(form="quadratic"), dict(form="chunked", chunk_size=2), dict(form="recurrent")):
-        assert_close(results(packed, x, cu_seqlens=cu_seqlens, **form), expected, 1e-12)
-    y = packed(**x, cu_seqlens=cu_seqlens.long(), return_state=False)[0]
-    assert_close({"y": y}, {"y": expected["y"]}, 1e-12)
-
-
 def test_one_sequence_is_what_it_is_without_cu_seqlens():
-    cu_seqlens, x = make([7], dtype=torch.float64)
+    cu_seqlens, x = make([7], dtype="float64")
     assert_equal(results(packed, x), results(packed, x, cu_seqlens=cu_seqlens))
 
 
@@ -160,7 +132,7 @@ PACKED = [
 
 @pytest.mark.parametrize("lengths,chunk,gates,state,p", PACKED)
 def test_chunked_kernels_have_the_bits_of_each_sequence_alone(lengths, chunk, gates, state, p, on_kernels):
-    cu_seqlens, x = make(lengths, gates, H=2 if len(lengths) > 3 else 1, p=p, state=state)
+    cu_seqlens, x = make(lengths, gates, heads=(2 if len(lengths) > 3 else 1, 1), p=p, state=state)
     found = results(packed, x, p=p, cu_seqlens=cu_seqlens, form="chunked", chunk_size=chunk)
     assert on_kernels == ["chunked_attention"]
     alone = results(one_by_one(chunks(chunk, p), lengths), x if state else reset_first(lengths, x))
@@ -176,7 +148,7 @@ def test_chunked_kernels_have_the_bits_of_each_sequence_alone(lengths, chunk, ga
 def test_slots_for_lengths_that_are_not_known(on_kernels, monkeypatch):
     """While a CUDA graph is captured there are chunks for any lengths, and those behind the last sequence are not
     read."""
-    cu_seqlens, x = make([128, 2], "strong", H=1)  # 2 chunks known, 3 unknown
+    cu_seqlens, x = make([128, 2], "strong", heads=(1, 1))  # 2 chunks known, 3 unknown
     monkeypatch.setattr(sequences, "is_capturing", lambda x: True)
     found = results(packed, x, cu_seqlens=cu_seqlens, form="chunked", chunk_size=128)
     assert_equal(results(one_by_one(chunks(128), [128, 2]), x), found)
@@ -187,7 +159,7 @@ def test_slots_for_lengths_that_are_not_known(on_kernels, monkeypatch):
 @pytest.mark.parametrize("form,gates", [("quadratic", "zeros"), pytest.param("chunked", "none", marks=slow)])
 def test_without_states_packed_sequences_are_resets(form, gates, on_kernels):
     lengths = [64, 0, 37, 30, 0]
-    cu_seqlens, x = make(lengths, gates, H=1, state=False)
+    cu_seqlens, x = make(lengths, gates, heads=(1, 1), state=False)
     found = results(packed, x, cu_seqlens=cu_seqlens, form=form, return_state=False)
     assert on_kernels == [f"{form}_attention"]
     as_resets = reset_first(lengths, x)
@@ -228,7 +200,7 @@ def test_lengths_are_read_once(monkeypatch):
 
 @slow
 def test_torch_compile_takes_packed_sequences():
-    _, x = make(LENGTHS, D=3, state=False, dtype=torch.float64)
+    _, x = make(LENGTHS, D=3, state=False, dtype="float64")
     tensors = [x[name] for name in ("q", "k", "v", "log_g")]
     attend = lambda q, k, v, log_g, cu_seqlens: power_attention(q, k, v, log_g, cu_seqlens=cu_seqlens)
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
@@ -239,21 +211,21 @@ def test_torch_compile_takes_packed_sequences():
 
 @slow
 def test_torch_compile_takes_the_kernels_with_states(on_kernels):
-    cu_seqlens, x = make([128, 2], H=1)
+    cu_seqlens, x = make([128, 2], heads=(1, 1))
     compiled = torch.compile(lambda ends, x: packed(**x, cu_seqlens=ends), fullgraph=True, backend="aot_eager")
     assert_equal(results(packed, x, cu_seqlens=cu_seqlens), results(lambda **x: compiled(cu_seqlens, x), x))
 
 
 @slow
 def test_torch_compile_breaks_its_graph_for_states_in_pytorch():
-    cu_seqlens, x = make(LENGTHS, D=3, dtype=torch.float64)
+    cu_seqlens, x = make(LENGTHS, D=3, dtype="float64")
     attend = lambda *tensors: packed(*tensors, cu_seqlens=cu_seqlens)
     for a, b in zip(torch.compile(attend, backend="eager")(*x.values()), attend(*x.values())):
         assert torch.equal(a, b)
 
 
 def test_meta_tensors_give_the_shapes():
-    cu_seqlens, x = make(LENGTHS, H=4, Hkv=2, state=False)
+    cu_seqlens, x = make(LENGTHS, heads=(4, 2), state=False)
     meta = {name: t if t is None else t.to("meta") for name, t in x.items()}
     y, S, z = packed(**meta, cu_seqlens=cu_seqlens.to("meta"))
     assert y.shape == (1, 8, 4, 16) and S.shape == (5, 2, 136, 16) and z.shape == (5, 2, 136)
