@@ -4,6 +4,8 @@ On the CPU in Triton's interpreter, in float32; with TEST_GPU=1 on the GPU, in b
 """
 
 import math
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from numerics import GATES, relative_error
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from test_kernels import DEVICE, DTYPES, GPU, gradients, inputs  # noqa: E402
+from test_kernels import DEVICE, DTYPES, GPU, gradients, inputs, uninitialized_memory_is_nan  # noqa: E402
 
 from sympow.attention import naive  # noqa: E402
 from sympow.attention.operator import dispatch, forms, memory  # noqa: E402
@@ -325,36 +327,28 @@ def test_inputs_of_any_size(size, dtype):
 def test_pieces_with_states_equal_the_whole(gates, p, dtype):
     """y, the last state and all gradients, through the states between pieces, with a loss on the last state too."""
     T, D = 300 if GPU else 200 if p == 2 else 130, 16
-    (q, k, v, log_g), dy = inputs(T, gates, dtype, H=2, Hkv=1, D=D)
-    k0, v0 = torch.randn(2, 1, 50, 1, D, device=DEVICE)
-    S0, z0 = naive.state_after(k0, v0, p=p)
-    dS, dz = torch.randn_like(S0), torch.randn_like(z0)
+    tensors, dy = inputs(T, gates, dtype, D=D)
+    tensors += naive.state_after(*torch.randn(2, 1, 50, 1, D, device=DEVICE), p=p)
+    weights = [dy, *(torch.randn_like(x) / 100 for x in tensors[4:])]
 
-    def in_pieces(cuts):
-        def attend(q, k, v, log_g, S, z):
-            ys = []
-            for a, b in zip([0, *cuts], [*cuts, T]):
-                piece = [x if x is None else x[:, a:b] for x in (q, k, v, log_g)]
-                y, S, z = operators.chunked_attention(*piece, S, z, p=p, chunk=128, final=True)
-                ys.append(y)
-            return torch.cat(ys, 1), S, z
+    def in_pieces(*tensors, cuts):
+        ys, state = [], tensors[4:]
+        for start, end in pairwise((0, *cuts, T)):
+            piece = [x if x is None else x[:, start:end] for x in tensors[:4]]
+            y, *state = operators.chunked_attention(*piece, *state, p=p, chunk=128, final=True)
+            ys.append(y)
+        return torch.cat(ys, 1), *state
 
-        return attend
-
-    def whole(q, k, v, log_g, S, z):
-        options = dict(p=p, form="quadratic", initial_state=PowerState(S, z), return_state=True)
+    def whole(q, k, v, log_g, *state):
+        options = dict(p=p, form="quadratic", initial_state=PowerState(*state), return_state=True)
         y, state = power_attention(q, k, v, log_g, **options)
         return y, *state
 
-    def results(attention, to=lambda x: x):
-        leaves = [x if x is None else to(x).detach().requires_grad_() for x in (q, k, v, log_g, S0, z0)]
-        outputs = attention(*leaves)
-        loss = sum((to(a) * b).sum() for a, b in zip((dy, dS / 100, dz / 100), outputs))
-        return [*outputs, *torch.autograd.grad(loss, [x for x in leaves if x is not None])]
-
-    expected, limit = results(whole, torch.Tensor.double), 1e-4 if dtype == torch.float32 else 2e-2
+    expected = gradients(whole, tensors, weights, torch.Tensor.double)
+    limit = 1e-4 if dtype == torch.float32 else 2e-2
     for cuts in ([], [1, 129]) if p == 2 or GPU else ([],):
-        for i, (x, r) in enumerate(zip(results(in_pieces(cuts)), expected, strict=True)):
+        results = gradients(partial(in_pieces, cuts=cuts), tensors, weights)
+        for i, (x, r) in enumerate(zip(results, expected, strict=True)):
             assert relative_error(x, r, 1e-3 * dy.norm().item()) < limit, f"output {i}, cuts {cuts}"
 
 
@@ -427,12 +421,8 @@ def test_long_sequences(T, D, p, gates):
 def test_two_runs_give_the_same_bits_and_nothing_is_left_unwritten(T, D, p):
     tensors, dy = inputs(T, "learned", torch.bfloat16, D=D)
     first = gradients(chunks(p), tensors, dy)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
+    with uninitialized_memory_is_nan():
         again = gradients(chunks(p), tensors, dy)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 

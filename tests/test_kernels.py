@@ -1,7 +1,8 @@
 """The Triton kernels against the float64 oracle: outputs and every gradient.
 
 On the CPU in Triton's interpreter, mostly in float32; with TEST_GPU=1 on the GPU, in bfloat16 and float32. Tests
-marked gpu are too large for the interpreter, or ask for a GPU's promises.
+marked gpu are too large for the interpreter, or ask for a GPU's promises. test_combinations.py has pairs of all
+arguments, the same bits in two runs and memory that is full of NaN.
 """
 
 import warnings
@@ -294,22 +295,17 @@ def test_large_keys_between_keys_of_zero():
 def test_sums_that_are_not_divided(gates, n, dtype):
     """Compare with the blocked sums in float64; test_power.py compares these with the definition."""
     (q, *rest), dy = inputs(100, gates, dtype)
-    tensors, dy, dden = [q[:, -n:], *rest], dy[:, -n:], torch.randn(1, 2, n).to(DEVICE)
+    tensors, weights = [q[:, -n:], *rest], [dy[:, -n:], torch.randn(1, 2, n)]
 
     def blocked(*tensors, **options):
         num, den = power_attention_sums(*tensors, **options)
         return num, den.transpose(1, 2)
 
-    def results(sums, to=lambda x: x):
-        leaves = leaves_of(tensors, to)
-        outputs = sums(*leaves, p=4, scale=0.3)
-        leaves = [x for x in leaves if x is not None]
-        return [*outputs, *torch.autograd.grad(outputs, leaves, [to(dy.float()), to(dden)])]
-
-    num, den, *grads = results(operators.quadratic_sums)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    assert_close([num, den, *grads], results(blocked, torch.Tensor.double), tolerance, floor=1e-3)
-    assert num.dtype == den.dtype == torch.float32
+    options = dict(p=4, scale=0.3)
+    results = gradients(partial(operators.quadratic_sums, **options), tensors, weights)
+    expected = gradients(partial(blocked, **options), tensors, weights, torch.Tensor.double)
+    assert_close(results, expected, 1e-5 if dtype == torch.float32 else 1e-2, floor=1e-3)
+    assert results[0].dtype == results[1].dtype == torch.float32
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -324,12 +320,6 @@ def test_a_compiled_function_has_no_graph_break():
     attention = lambda q, k, v, log_g: operators.quadratic_attention(2 * q, k, v, log_g, p=2) + 1
     compiled = torch.compile(attention, fullgraph=True, backend="inductor" if GPU else "aot_eager")
     assert_close(gradients(compiled, tensors, dy), gradients(attention, tensors, dy), 1e-2 if GPU else 1e-6)
-
-
-def test_two_runs_give_the_same_bits():
-    T, D = (5000, 64) if GPU else (130, 16)
-    tensors, dy = inputs(T, "learned", DTYPES[0], H=4, Hkv=2, D=D)
-    assert all(map(torch.equal, kernel_gradients(tensors, dy, p=4), kernel_gradients(tensors, dy, p=4)))
 
 
 def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch):
@@ -361,15 +351,6 @@ def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch)
     monkeypatch.setattr(dispatch, "_disabled", "they gave wrong results")
     with pytest.warns(UserWarning, match="wrong results"):
         attend(*tensors)
-
-
-def test_autocast_casts_as_sdpa_does():
-    tensors, _ = inputs(40, "learned", torch.float32)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        y = power_attention(*tensors, p=2, form="quadratic")
-    assert y.dtype == torch.bfloat16
-    ref = power_attention(*(x.bfloat16() for x in tensors[:3]), tensors[3], p=2, form="quadratic")
-    assert torch.equal(y, ref)
 
 
 def test_every_choice_of_tiles_is_one_the_kernels_take():
@@ -420,14 +401,6 @@ def test_long_sequences(T, D, dtype, gates):
 @pytest.mark.parametrize("gates", ["none", "learned"])
 def test_every_size_at_length_1000(gates, D, p):
     assert_right(*inputs(1000, gates, torch.bfloat16, H=4, Hkv=2, D=D), p=p, oracle=blocked_oracle)
-
-
-@pytest.mark.gpu
-def test_nothing_is_left_unwritten():
-    for T in (1, 65, 300):
-        with uninitialized_memory_is_nan():
-            results = kernel_gradients(*inputs(T, "learned", torch.bfloat16), p=4)
-        assert all(x.isfinite().all() for x in results)
 
 
 @pytest.mark.gpu
