@@ -32,9 +32,10 @@ def leaves_of(tensors, to=lambda x: x):
 
 
 def gradients(function, tensors, weights=None, to=lambda x: x):
-    """Return the outputs of a function of the tensors, after `to`, and the gradients to all of them that have one.
+    """Return a list of what a function of the tensors, after `to`, returns, and of the gradients to the tensors.
 
-    weights are the gradients to the outputs, by default random: a list if the function returns several tensors.
+    weights are the gradients to its results, one for each of several tensors; by default they are random.
+    None and tensors of integers have no gradient.
     """
     leaves = leaves_of(tensors, to)
     outputs = function(*leaves)

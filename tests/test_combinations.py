@@ -70,7 +70,10 @@ CASES = cover(FACTORS, allowed, TRIPLES)
 
 
 def create(case):
-    """Return ({name: tensor} of the arguments of a case, the lengths of its packed sequences or None)."""
+    """Return ({name: tensor} of the arguments of a case, the lengths of its packed sequences or None).
+
+    case["packed"] is True, False or these lengths.
+    """
     T, D, B, (H, Hkv) = case["T"], case["D"], case["batch"], case["heads"]
     E = {"D": D, "narrower": D - 11, "wider": min(D + 8, 128)}[case["E"]]
     n = {"all": T, "a third": max(1, T // 3), "one": 1}[case["queries"]]
