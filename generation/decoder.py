@@ -310,7 +310,7 @@ def failure(model, dtype, state_dtype):
 @functools.cache
 def model_hash():
     """Return a hash of the sources that a comparison of the decoder depends on, besides the kernels."""
-    return hash_json(record_code(("model.py", "layers/", "attention/", "generation/")))[:16]
+    return hash_json(record_code(("model.py", "layers/", "attention/", "generation/"))["files"])[:16]
 
 
 def find_failure(config, variant, dtype, state_dtype, device="cuda"):

@@ -1,6 +1,6 @@
 """Hash the files that decide what is computed, and name those that differ from a record of their hashes.
 
-    record = record_code()               # {"version": "0.1.0", "files": {"model.py": "0f3a9c...", ...}}
+    record = record_code()               # {"version": "0.1.0", "files": {"model.py": "0f3a9c...", ...}, "bytes": ...}
     warn_of_changes("out/a was trained with", record)      # ... other code (sympow 0.1.0, here 0.1.0): model.py
 
 A file's hash is one of its syntax tree, in which comments, docstrings and formatting change nothing. Names are relative
@@ -30,12 +30,24 @@ TRAINING = (
 
 
 def record_code(places=TRAINING):
-    """Return a record of the code in these places: the package's version, and the hashes of the files."""
-    files = {}
-    for path in [path for place in places for path in (ROOT / place, *(ROOT / place).rglob("*.py")) if path.is_file()]:
+    """Return a record of the code in these places: the package's version, the hashes of the files, and one of their
+    bytes, by which code that is the same is known without reading its syntax."""
+    files, sources = {}, read_sources(places)
+    for name, source in sources.items():
         with suppress(SyntaxError, ValueError):  # of a file that nothing can import
-            files[path.relative_to(ROOT).as_posix()] = hash_syntax(path.read_bytes())
-    return {"version": sympow.__version__, "files": files}
+            files[name] = hash_syntax(source)
+    return {"version": sympow.__version__, "files": files, "bytes": hash_sources(sources)}
+
+
+def read_sources(places):
+    """Return {name: bytes} of the files in these places."""
+    paths = [path for place in places for path in (ROOT / place, *(ROOT / place).rglob("*.py")) if path.is_file()]
+    return {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in sorted(paths)}
+
+
+def hash_sources(sources):
+    """Return a hash of {name: bytes}."""
+    return short_hash(repr(sources).encode())
 
 
 @functools.cache
@@ -73,6 +85,8 @@ def warn_of_changes(action, record, places=MODEL):
     action: the beginning of the line, "out/a was trained with". If record is None or damaged, nothing is known.
     """
     with suppress(AttributeError, KeyError, TypeError):
-        if record and (names := changed_files(record, record_code(places), places)):
+        if not record or record.get("bytes") == hash_sources(read_sources(TRAINING)):
+            return
+        if names := changed_files(record, record_code(places), places):
             versions = f"sympow {record['version']}, here {sympow.__version__}"
             logging.getLogger(__name__).warning(f"{action} other code ({versions}): {names}")
