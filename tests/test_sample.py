@@ -344,8 +344,10 @@ def test_a_state_of_other_tensors_than_the_model_has_is_refused(attention, switc
 
 
 def wrong_in_a_state(path, value):
-    """Return True if a state cannot have this value: its run may be any text, its code any record, and settings that are
-    left out have a default."""
+    """Return True if a state cannot have this value.
+
+    Its run may be any text, its code any record, and settings that are left out have a default.
+    """
     has_default = len(path) > 1 and value in (..., {})
     return path[0] not in ("run", "model", "code") and not has_default and value != 10**12
 
