@@ -25,7 +25,8 @@ from sympow.data.files import read_json
 from sympow.runs.plots import choose_picture, plot_loss_curves, short_count
 from sympow.runs.program import Parser, run_program, refuse
 from sympow.runs.metrics import read_lines
-from sympow.runs.starts import read_starts
+from sympow.runs.folder import fingerprint
+from sympow.runs.starts import codes_of
 
 NOT_COMPARED = {"out_dir", "wandb_run_name"}  # in which runs differ without a meaning
 WARMUP_LINES = 3  # left out of a run's throughput, because of compilation and cold caches
@@ -136,15 +137,18 @@ def bits_per_byte(loss, settings):
     """
     with suppress(DataError, KeyError):
         dataset = Dataset(settings["dataset"])
+        if fingerprint(dataset) != settings["data"]:  # the name stands for other data now
+            return None
         ids = dataset.read("val", 0, min(settings["eval_tokens"], dataset.tokens("val")))
         text = dataset.tokenizer.decode(ids[ids != dataset.eot])
         return loss / math.log(2) * len(ids) / len(text.encode())
 
 
-def other_code(folders):
-    """Return a line that names runs, {name: folder}, and the files that differ, at any of their starts, from the first
-    start of all; "" if there is none. Of a start without a record nothing is known."""
-    codes = [(name, start["code"]) for name in folders for start in read_starts(folders[name]) if "code" in start]
+def other_code(folders, rows):
+    """Return a line that names runs, {name: folder}, and the files that differ, at any of their steps, from the code of
+    the first step of all; "" if there is none. Of a start without a record nothing is known."""
+    steps = {row["run"]: row["steps"] for row in rows}
+    codes = [(name, code) for name, folder in folders.items() for code in codes_of(folder, steps[name])]
     changes = {name: files for name, code in codes if (files := changed_files(codes[0][1], code))}
     runs = ", ".join(f"{name} ({files})" for name, files in changes.items())
     return runs and f"\nlosses by different code: {runs}"
@@ -216,7 +220,7 @@ def main(argv=None):
     comparable = {
         name: ([], val if one_dataset else []) if name in foreign else runs[name] for name, (_, val) in runs.items()
     }
-    print(f"{differences(settings)}\n{LEGEND}{other_code(dict(zip(names, args.runs)))}", flush=True)
+    print(f"{differences(settings)}\n{LEGEND}{other_code(dict(zip(names, args.runs)), rows)}", flush=True)
     if picture:
         plot_loss_curves(runs, picture, comparable)
         print(f"wrote {picture}")

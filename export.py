@@ -114,7 +114,7 @@ def write_texts(target, run, folder, config, tokenizer):
         "vocab_size": config.vocab_size,
         "torch_dtype": "float32",
         "model": {**settings["model"], "dropout": config.dropout},
-        "code": last_code(run) or record_code(),
+        "code": last_code(folder) or record_code(),
     }
     if limit := longest_text(run):
         model_settings["max_position_embeddings"] = limit

@@ -302,6 +302,11 @@ def exists(path):
     return bool(_all(path))
 
 
+def step_of(folder):
+    """Return the step of a checkpoint, from the name of its folder."""
+    return int(re.search(r"step_(\d+)", os.path.basename(folder))[1])
+
+
 def run_of(path):
     """Return the run's folder, which has config.json and the tokenizer, of a run or of one of its checkpoints."""
     return os.path.dirname(os.path.dirname(os.path.abspath(path))) if _is_checkpoint(path) else path

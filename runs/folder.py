@@ -2,8 +2,8 @@
 
     lock = lock_out_dir(cfg.out_dir)                                 # if it has a checkpoint, before one is chosen
     latest, saved = choose_checkpoint(cfg, thorough=True)            # refuses to mix or lose runs
-    refuse_other_settings(cfg.out_dir, saved, settings)              # if there is a latest checkpoint
-    with start_folder(cfg, settings, dataset, lock):                 # locked until the end
+    refuse_other_settings(cfg.out_dir, latest, saved, settings)      # if there is a latest checkpoint
+    with start_folder(cfg, settings, dataset, latest, lock):         # locked until the end
         ...
 
 out_dir holds config.json, environment.json, metrics.jsonl, samples.jsonl, the tokenizer, ckpt/ and perhaps wandb/.
@@ -104,11 +104,11 @@ def _saved_settings(cfg):
     return None
 
 
-def refuse_other_settings(out_dir, saved, settings):
+def refuse_other_settings(out_dir, latest, saved, settings):
     """Refuse to go on with a run if a setting differs from the saved ones that would change its steps.
 
-    If only the code is another than at the last start, rank 0 prints a warning. A run that began before GPTConfig had a
-    field was trained with the field's default, which `saved` has.
+    If only the code is another than for the steps up to the checkpoint `latest`, rank 0 prints a warning. A run that
+    began before GPTConfig had a field was trained with the field's default, which `saved` has.
     """
     old, new = ({**values, **values["model"], "model": None} for values in (saved, settings))
     free = set(FREE)
@@ -134,15 +134,16 @@ def refuse_other_settings(out_dir, saved, settings):
             "--overwrite=True"
         )
     if from_launcher("RANK") == 0:
-        warn_of_changes(f"{out_dir} was last trained with", starts.last_code(out_dir), TRAINING)
+        warn_of_changes(f"{out_dir} was last trained with", starts.last_code(latest), TRAINING)
 
 
-def start_folder(cfg, settings, dataset, lock):
+def start_folder(cfg, settings, dataset, latest, lock):
     """Make out_dir with config.json, environment.json and the tokenizer, so that it can be read without the data.
 
-    With cfg.overwrite, a folder that has a run is renamed first. lock: what lock_out_dir returned before a checkpoint
-    was chosen, False if there was none. Returns the lock on the folder, which lasts until it is closed, so that it
-    serves in a `with` statement. Refuses a folder in which another process trains or that cannot be written.
+    With cfg.overwrite, a folder that has a run is renamed first. latest: the checkpoint to go on from, or None. lock:
+    what lock_out_dir returned before a checkpoint was chosen, False if there was none. Returns the lock on the folder,
+    which lasts until it is closed, so that it serves in a `with` statement. Refuses a folder in which another process
+    trains or that cannot be written.
     """
     out_dir = os.path.realpath(cfg.out_dir)  # a link stays a link
     try:
@@ -156,7 +157,7 @@ def start_folder(cfg, settings, dataset, lock):
             old_lock.close()
         write_json(os.path.join(out_dir, "config.json"), {"version": checkpoint.VERSION, **settings})
         dataset.tokenizer.save(out_dir)
-        starts.record_start(out_dir)
+        starts.record_start(out_dir, checkpoint.step_of(latest) if latest else 0)
     except FileExistsError:
         refuse(f"out_dir {cfg.out_dir} is no folder, but a file: give the name of a folder, new or a run's")
     except OSError as error:

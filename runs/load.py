@@ -43,7 +43,7 @@ def load_run(path, device="auto", dtype="auto"):
             settings, tokenizer = checkpoint.settings(run, folder), load_tokenizer(run)
             model = GPT(GPTConfig(**settings["model"]))
             checkpoint.load(folder, model)
-            warn_of_changes(f"{run} was last trained with", last_code(run))
+            warn_of_changes(f"{run} was last trained with", last_code(folder))
             return folder, model.to(device).eval(), tokenizer, device, autocast
         except (DataError, FileNotFoundError) as error:
             if not checkpoint.damage(folder, False, checkpoint.WEIGHTS):  # nothing of it has gone

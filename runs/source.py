@@ -32,6 +32,7 @@ from sympow.runs import checkpoint
 from sympow.runs.parts import Tensors, compare_shapes, own_rows, read_shapes, shapes_of
 from sympow.runs.processes import warn
 from sympow.runs.settings import fields_of, from_launcher
+from sympow.runs.starts import last_code
 
 HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 GPT2 = dict(attention="softmax", bias=True, positions="learned", embedding_norm=False)
@@ -218,6 +219,7 @@ def open_run(path, dataset, setting):
             f"wrote, one with a GPT-2 that transformers wrote, or one of {', '.join(HUB)}"
         )
     dataset.check_tokens(load_tokenizer(run), path)
+    warn_of_changes(f"{run} was last trained with", last_code(folder))
     return Source(folder, checkpoint.settings(run, folder)["model"], folder)
 
 

@@ -1,10 +1,10 @@
 """Record how each start of a run began, with its code.
 
-    record_start(out_dir)
-    warn_of_changes("out/a was last trained with", last_code(out_dir))      # of sympow/code.py
+    record_start(out_dir, step)
+    warn_of_changes("out/a was last trained with", last_code("out/a/ckpt/step_00000100"))       # of sympow/code.py
 
-environment.json is a list of all starts. In each of them `commit` and `diff`, a file for `git apply`, make the code
-again, and `code` is its record (sympow/code.py).
+environment.json is a list of all starts. In each of them `step` is the step from which it went on, `commit` and `diff`,
+a file for `git apply`, make the code again, and `code` is its record (sympow/code.py).
 """
 
 import importlib.metadata
@@ -19,26 +19,32 @@ import torch
 
 from sympow.code import ROOT, record_code, short_hash
 from sympow.data.files import write_atomically, write_json
+from sympow.runs.checkpoint import run_of, step_of
 from sympow.runs.processes import warn
 from sympow.runs.settings import from_launcher
 
 # print what differs from the commit, new files of Python too; git's own index stays as it is
 DIFF = """
 export GIT_INDEX_FILE="$(mktemp -u)"
-git read-tree HEAD && git add --intent-to-add -- '*.py' && git diff --binary --no-ext-diff HEAD
+unset GIT_DIFF_OPTS
+git read-tree HEAD && git add --intent-to-add -- '*.py' &&
+    git diff --binary --no-ext-diff --no-color --src-prefix=a/ --dst-prefix=b/ --unified=3 HEAD
 rm -f "$GIT_INDEX_FILE"
 """
 DIFF_LIMIT = 1_000_000  # bytes of it that are kept
 
 
-def record_start(out_dir):
-    """Append this start to environment.json, and write its diff; begin a new list if the file cannot be read."""
-    start = environment()
-    if diff := _shell(DIFF):
+def record_start(out_dir, step):
+    """Append this start, from a step on, to environment.json, and write its diff; begin a new list if the file cannot
+    be read."""
+    start = environment() | {"step": step}
+    if not start["commit"]:
+        warn("the commit and what differs from it are not kept: git does not read this folder as a repository")
+    elif diff := _shell(DIFF):
         start["diff"] = f"code-{short_hash(diff)}.diff"  # equal ones are one file
         write_atomically(os.path.join(out_dir, start["diff"]), diff[:DIFF_LIMIT])
-    if len(diff) > DIFF_LIMIT:
-        warn(f"the code differs from its commit in {len(diff):,} bytes, of which {DIFF_LIMIT:,} are kept")
+        if len(diff) > DIFF_LIMIT:
+            warn(f"the code differs from its commit in {len(diff):,} bytes, of which {DIFF_LIMIT:,} are kept")
     starts = [*read_starts(out_dir), start | {"code": record_code()}]
     write_json(os.path.join(out_dir, "environment.json"), starts)
 
@@ -47,14 +53,27 @@ def read_starts(run):
     """Return the starts in a run's environment.json; none if the file is missing or damaged."""
     try:
         with open(os.path.join(run, "environment.json")) as f:
-            return json.load(f)
-    except (OSError, ValueError):
-        return []
+            starts = [{"step": 0, "code": {}} | start for start in json.load(f)]
+        if all(type(start["step"]) is int and type(start["code"].get("files", {})) is dict for start in starts):
+            return starts
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    return []
 
 
-def last_code(run):
-    """Return the record of the code that trained a run last, None if it is not known."""
-    return (read_starts(run) or [{}])[-1].get("code")
+def codes_of(run, step):
+    """Return the records of the code that took the steps of a run up to `step`, in order.
+
+    A start of which no step is left, as it took none or was killed before it saved one, has none of them.
+    """
+    starts = read_starts(run)
+    ends = [*(start["step"] for start in starts[1:]), step]
+    return [start["code"] for start, end in zip(starts, ends) if start["step"] < end and start["code"]]
+
+
+def last_code(checkpoint):
+    """Return the record of the code that took the last step before a checkpoint, None if it is not known."""
+    return ([None] + codes_of(run_of(checkpoint), step_of(checkpoint)))[-1]
 
 
 def environment():
@@ -62,7 +81,7 @@ def environment():
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
-        "commit": _shell("git rev-parse HEAD").decode().strip(),
+        "commit": _commit(),
         "python": sys.version.split()[0],
         "versions": {name: _version(name) for name in ("torch", "triton", "numpy", "safetensors", "wandb")},
         "cuda": torch.version.cuda,
@@ -70,6 +89,12 @@ def environment():
         "host": socket.gethostname(),
         "world": from_launcher("WORLD_SIZE", 1),
     }
+
+
+def _commit():
+    """Return the commit of this repository, "" if git does not read its folder or finds it in another repository."""
+    way_to_top, _, commit = _shell("git rev-parse --show-cdup HEAD").decode().partition("\n")
+    return "" if way_to_top else commit.strip()
 
 
 def _shell(command):

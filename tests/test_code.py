@@ -48,6 +48,8 @@ def test_every_program_names_the_file_that_changed_and_goes_on(go, clone, caplog
 
     train = None, "--out_dir=out/a", "--attention=sympow"
     programs = [
+        ([LAST], *train),  # it is trained: no step is of this code
+        ([LAST], None, "--out_dir=out/c", "--init_from=out/a", "--overwrite=True"),
         ([LAST], evaluate, "out/a", "--documents=1", "--length=64", "--png="),
         ([LAST], export, "out/a", "--to=hf/a"),
         ([LAST, "the text of a.state was read with"], sample, "--load_state=a.state", "--max_new_tokens=1"),
@@ -76,10 +78,25 @@ def test_nothing_is_said_where_no_code_is_recorded(record, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    "damaged", [5, [None], "x", {"a": 1}, [{"code": 5}], [{"step": "x"}], [{"code": {"files": 1}}]]
+)
+def test_a_damaged_list_of_starts_is_none(damaged, tmp_path):
+    (tmp_path / "environment.json").write_text(json.dumps(damaged))
+    assert starts.last_code(str(tmp_path / "ckpt/step_00000005")) is None
+
+
 def test_compare_marks_runs_of_other_code(go, clone, capsys):
-    for name, text in (("a", "x = 1"), ("b", "x = 1  # one"), ("c", "x = 1"), ("c", "x = 2"), ("d", "x = 2")):
+    for name, text in (
+        ("a", "x = 1"),
+        ("a", "x = 2"),
+        ("b", "x = 1  # one"),
+        ("c", "x = 1"),
+        ("c", "x = 2"),
+        ("d", "x = 2"),
+    ):
         (clone / "model.py").write_text(text)
-        assert go(f"--out_dir=out/{name}") == 0
+        assert go(f"--out_dir=out/{name}", f"--max_iters={7 if (name, text) == ('c', 'x = 2') else 6}") == 0
     Path("out/b/environment.json").write_text("[{}]")  # of an older version
     for runs, end in (("ab", "median\n"), ("abd", "code: d (model.py)\n"), ("c", "code: c (model.py)\n")):
         compare.main([f"out/{name}" for name in runs])
@@ -123,17 +140,23 @@ def test_a_start_keeps_what_makes_its_code_again(tmp_path, monkeypatch, capsys):
     shell = lambda command, folder: subprocess.run(command, shell=True, cwd=folder, check=True)
     shell(COMMIT, tmp_path)
     monkeypatch.setattr(starts, "ROOT", tmp_path / "repository")
-    starts.record_start(tmp_path)
+    starts.record_start(tmp_path, 0)
     shell(CHANGE, starts.ROOT)
-    starts.record_start(tmp_path)
+    shell("git config color.ui always; git config diff.noprefix true", starts.ROOT)
+    monkeypatch.setenv("GIT_DIFF_OPTS", "-u0")
+    starts.record_start(tmp_path, 5)
     shell(REPEAT, tmp_path)
     (starts.ROOT / "large.py").write_text("x = 1\n" * 200_000)
-    starts.record_start(tmp_path)
+    starts.record_start(tmp_path, 5)
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "bytes, of which 1,000,000 are kept" in error
     clean, *changed = json.loads((tmp_path / "environment.json").read_text())
     assert len(clean["commit"]) == 40 and clean["code"] == code.record_code() and "diff" not in clean
     assert [0 < (tmp_path / start["diff"]).stat().st_size <= 1_000_000 for start in changed] == [True, True]
+    monkeypatch.setattr(starts, "ROOT", starts.ROOT / "layers")  # which is no repository, but a folder of one
+    starts.record_start(tmp_path, 6)
+    assert "commit and what differs from it are not kept" in capsys.readouterr().err
+    assert starts.read_starts(tmp_path)[-1]["commit"] == ""
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ import pytest
 from helpers import call
 
 from sympow import compare
+from sympow.data.dataset import Dataset
 from sympow.data.text import prepare
 from sympow.runs import plots
+from sympow.runs.folder import fingerprint
 
 
 def log_lines(key, losses, **values):
@@ -254,9 +256,16 @@ def test_settings_that_differ_are_listed_and_bits_a_byte_compare_tokenizers(tmp_
     (tmp_path / "text").write_text(800 * "a line of text\n")
     for kind in ("bytes", "bpe:300"):
         prepare.main([f"{tmp_path}/text", f"--out={tmp_path}/{kind}", f"--tokenizer={kind}", "--document_length=64"])
-        settings = dict(dataset=f"{tmp_path}/{kind}", eval_tokens=64, out_dir=kind, model={"p": 2})
+        data = fingerprint(Dataset(f"{tmp_path}/{kind}"))
+        settings = dict(dataset=f"{tmp_path}/{kind}", data=data, eval_tokens=64, out_dir=kind, model={"p": 2})
         runs.append(write_run(tmp_path / f"on_{kind}", {"step": 1, "val_loss": 1.5}, **settings))
     bits, bits_of_bpe = (row["bits/byte"] for row in read_table(capsys, *runs))
     assert bits == "2.1640" and 0.5 < float(bits_of_bpe) < 1  # 1.5 / log(2), and less where a token has three bytes
+    (tmp_path / "bytes").rename(tmp_path / "kept")
+    (tmp_path / "bpe:300").rename(tmp_path / "bytes")  # other data under the name
+    assert [row["bits/byte"] for row in read_table(capsys, *runs)] == ["-", "-"]
+    (tmp_path / "bytes").rename(tmp_path / "bpe:300")
+    (tmp_path / "kept").rename(tmp_path / "bytes")
     compare.main(runs)
-    assert "on_bpe:300\ndataset " in re.sub(" +", " ", capsys.readouterr().out)
+    out = re.sub(" +", " ", capsys.readouterr().out)
+    assert "on_bytes on_bpe:300\n" in out and "\ndataset " in out
