@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -23,14 +24,11 @@ from sympow.runs.checkpoint import run_of, step_of
 from sympow.runs.processes import warn
 from sympow.runs.settings import from_launcher
 
-# print what differs from the commit, new files of Python too; git's own index stays as it is
-DIFF = """
-export GIT_INDEX_FILE="$(mktemp -u)"
-unset GIT_DIFF_OPTS
-git read-tree HEAD && git add --intent-to-add -- '*.py' &&
-    git diff --binary --no-ext-diff --no-color --src-prefix=a/ --dst-prefix=b/ --unified=3 HEAD
-rm -f "$GIT_INDEX_FILE"
-"""
+# print what differs from the commit, new files of Python too, whatever git's settings are
+DIFF = (
+    "git read-tree HEAD && git add --intent-to-add -- '*.py' && "
+    "git diff --binary --no-ext-diff --no-color --src-prefix=a/ --dst-prefix=b/ --unified=3 HEAD"
+)
 DIFF_LIMIT = 1_000_000  # bytes of it that are kept
 
 
@@ -40,7 +38,7 @@ def record_start(out_dir, step):
     start = environment() | {"step": step}
     if not start["commit"]:
         warn("the commit and what differs from it are not kept: git does not read this folder as a repository")
-    elif diff := _shell(DIFF):
+    elif diff := _diff():
         start["diff"] = f"code-{short_hash(diff)}.diff"  # equal ones are one file
         write_atomically(os.path.join(out_dir, start["diff"]), diff[:DIFF_LIMIT])
         if len(diff) > DIFF_LIMIT:
@@ -64,7 +62,7 @@ def read_starts(run):
 def codes_of(run, step):
     """Return the records of the code that took the steps of a run up to `step`, in order.
 
-    A start of which no step is left, as it took none or was killed before it saved one, has none of them.
+    A start is left out if it took no step, or was killed before it saved one.
     """
     starts = read_starts(run)
     ends = [*(start["step"] for start in starts[1:]), step]
@@ -97,9 +95,15 @@ def _commit():
     return "" if way_to_top else commit.strip()
 
 
-def _shell(command):
+def _diff():
+    """Return what DIFF prints; git's own index stays as it is."""
+    with TemporaryDirectory() as folder:
+        return _shell(DIFF, GIT_INDEX_FILE=os.path.join(folder, "index"), GIT_DIFF_OPTS="")
+
+
+def _shell(command, **env):
     """Return the bytes that a command prints in this repository; none if there is no such command."""
-    return subprocess.run(command, shell=True, cwd=ROOT, capture_output=True).stdout
+    return subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, env=os.environ | env).stdout
 
 
 def _version(package):

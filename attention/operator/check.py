@@ -275,7 +275,7 @@ def errors(size, T, device="cuda"):
 def fill_free_memory(device):
     """Fill memory with NaN and free it: the next tensors, small or large, get that memory from torch's allocator.
 
-    What the allocator held before is given back to the GPU, since old numbers in it could be right.
+    The allocator first gives the blocks that it holds back to the GPU, since old numbers in these could be right.
     """
     torch.cuda.empty_cache()
     sizes = [2**28, 2**25] + 64 * [2**20] + 256 * [2**17]  # bytes; blocks of up to 1 MB have a pool of their own

@@ -76,8 +76,8 @@ def features(D, p, device):
     """Return the Features of phi, in lexicographic order of the non-decreasing multi-indices.
 
     A multi-index is one number, int32 up to p = 4 and else int64, with a byte for each of its p indices. A coefficient
-    is the square root of the number of orders of a multi-index, p! / (c_1! ... c_D!), float32. Raises ValueError for a
-    state whose entries have no numbers of 32 bits.
+    is the square root of the number of orders of a multi-index, p! / (c_1! ... c_D!), float32. Raises ValueError if a
+    head's state has more numbers than 32 bits can count.
     """
     size = symmetric_power_dim(D, p) * D
     if size >= 2**31:
