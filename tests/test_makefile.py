@@ -31,19 +31,13 @@ DEMO = [
 
 
 @needs_make
-def test_demo_prepares_trains_compares_evaluates_and_samples_in_that_order():
-    status, out, _ = make("-n", "demo")
-    assert status == 0
-    assert [line for line in out.splitlines() if line.endswith(tuple(DEMO))] == [f".venv/bin/python {c}" for c in DEMO]
-
-
-@needs_make
-def test_given_interpreter_is_used_and_no_environment_made():
-    status, out, _ = make("-n", "demo", "PY=python3")
-    assert status == 0 and ".venv" not in out
-    assert [line for line in out.splitlines() if line.endswith(tuple(DEMO))] == [f"python3 {c}" for c in DEMO]
-    assert "python3 -m pytest -rfE -n auto" in make("-n", "test", "PY=python3")[1]
-    assert "python3 doctor.py" in make("-n", "doctor", "PY=python3")[1]
+@pytest.mark.parametrize("options, python", [([], ".venv/bin/python"), (["PY=python3"], "python3")])
+def test_each_target_runs_its_programs_in_order_and_a_named_interpreter_makes_no_environment(options, python):
+    status, out, _ = make("-n", "demo", *options)
+    assert status == 0 and (".venv" in out) == (python != "python3")
+    assert [line for line in out.splitlines() if line.endswith(tuple(DEMO))] == [f"{python} {c}" for c in DEMO]
+    for target, command in (("test", "-m pytest -rfE -n auto"), ("doctor", "doctor.py")):
+        assert f"{python} {command}" in make("-n", target, *options)[1]
 
 
 @needs_make
