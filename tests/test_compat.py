@@ -22,6 +22,24 @@ def gates(*shape):
     return make(*shape, of=lambda x: logsigmoid(x + 1))
 
 
+def make_inputs(T, gated):
+    """Return ([Q, K, V, log_G or None], the tensors among them) of two sequences of T tokens, for p = 2."""
+    leaves = [make(2, T, 4, 3), make(2, T, 2, 3), make(2, T, 2, 3, seed=1)] + [gates(2, T, 2)] * gated
+    return [*leaves, None][:4], leaves
+
+
+def cut(tensors, rows):
+    """Return these tokens of each tensor that is not None."""
+    return [None if x is None else x[:, rows] for x in tensors]
+
+
+def read_state(Q, S, s, deg):
+    """Return the normalized attention of Q [b, n, hq, d] to a state alone."""
+    phi = symmetric_power_embedding(Q, deg).unflatten(2, (S.shape[1], -1))
+    num, den = torch.einsum("bnhrf,bhfe->bnhre", phi, S), torch.einsum("bnhrf,bhf->bnhr", phi, s)
+    return (num / den.unsqueeze(-1)).flatten(2, 3)
+
+
 def assert_equal(found, expected, leaves, tolerance=1e-9):
     """Compare results, and the gradients of a function of all of them to the leaves."""
     found, expected = list(found), list(expected)
@@ -106,11 +124,7 @@ def test_the_steps_are_their_formulas(deg, d):
     y = steps.query_state(q, before[:, :-1], before_s[:, :-1], o, l, rowmax, deg, 0.6, zero_initial_state=True)
     assert_equal([y.flatten(1, 2)], [naive.quadratic(*(x.flatten(1, 2) for x in (Q, K, V, log_g)), p=deg)], leaves)
     alone = steps.query_state(q[:, 1], before[:, 1], before_s[:, 1], None, None, None, deg, 0.6)
-    phi = symmetric_power_embedding(q[:, 1], deg).unflatten(2, (h, r))
-    num, den = (
-        torch.einsum(f"bchrf,bhf{e}->bchr{e}", phi, x[:, 1]).flatten(2, 3) for e, x in (("e", before), ("", before_s))
-    )
-    assert torch.allclose(alone, num / den.unsqueeze(-1))
+    assert torch.allclose(alone, read_state(q[:, 1], before[:, 1], before_s[:, 1], deg))
 
 
 @pytest.mark.parametrize("features", [(), (3,), (2, 5), (1, 2, 3)])
@@ -129,16 +143,15 @@ def test_discumsum_is_its_documented_equation(features):
 @pytest.mark.parametrize("chunk_size", [None, 5, 8])
 def test_both_entry_points_are_power_attention_with_states_that_go_round(gated, chunk_size):
     """Of any length, with gates; the state is that after the last token, and gradients go through it."""
-    Q, K, V, log_G = make(2, 13, 4, 3), make(2, 13, 2, 3), make(2, 13, 2, 3, seed=1), gates(2, 13, 2) if gated else None
-    leaves = [Q, K, V] + [log_G] * gated
+    (Q, K, V, log_G), leaves = make_inputs(13, gated)
     expected = [naive.quadratic(Q, K, V, log_G, p=2), *naive.state_after(K, V, log_G, p=2)]
-    cut = lambda rows: [None if x is None else x[:, rows] for x in (Q, K, V, log_G)]
+    begin, end = (cut((Q, K, V, log_G), rows) for rows in (slice(6), slice(6, None)))
     options = dict(deg=2, scale=0.3, chunk_size=chunk_size, return_final_state=True)
-    first, state = library.power_full(*cut(slice(0, 6)), **options)
-    second, state = library.power_full(*cut(slice(6, None)), state, **options)
+    first, state = library.power_full(*begin, **options)
+    second, state = library.power_full(*end, state, **options)
     in_library = [torch.cat((first, second), 1), *state]
-    first, *state = retention.power_retention(*cut(slice(0, 6)), **options)
-    second, *state = retention.power_retention(*cut(slice(6, None)), *state, **options)
+    first, *state = retention.power_retention(*begin, **options)
+    second, *state = retention.power_retention(*end, *state, **options)
     for results in (in_library, [torch.cat((first, second), 1), *state]):
         assert_equal(results, expected, leaves)
     for entry in (library.power_full, retention.power_retention):
@@ -156,11 +169,11 @@ def test_switch_over_leaves_short_sequences_without_a_state():
 @pytest.mark.parametrize("gated", [False, True])
 def test_inference_reads_cache_and_state(gated):
     """Token by token with a cache that becomes the state at 4 tokens, then several queries, then the state alone."""
-    Q, K, V, log_G = make(2, 11, 4, 3), make(2, 11, 2, 3), make(2, 11, 2, 3, seed=1), gates(2, 11, 2) if gated else None
+    (Q, K, V, log_G), leaves = make_inputs(11, gated)
     S = s = None
     expected, begin, rows = naive.quadratic(Q, K, V, log_G, p=2), 0, []
     for t in range(10):
-        cache = [None if x is None else x[:, begin : t + 1] for x in (K, V, log_G)]
+        cache = cut((K, V, log_G), slice(begin, t + 1))
         y, S_after, s_after = retention.power_retention_inference(Q[:, t : t + 1], *cache, S, s, switch_over_seq_len=4)
         if t + 1 - begin < 4:
             assert S_after is S and s_after is s
@@ -169,19 +182,16 @@ def test_inference_reads_cache_and_state(gated):
         S, s = S_after, s_after
         rows.append(y)
     assert begin == 8
-    cache = [None if x is None else x[:, 8:] for x in (K, V, log_G)]
+    cache = cut((K, V, log_G), slice(8, None))
     y, S_after, s_after = retention.power_retention_inference(
         Q[:, 9:], *cache, S, s, scale=0.2, switch_over_seq_len=None
     )
     assert S_after is S and s_after is s and torch.allclose(y, expected[:, 9:])
     _, *state = retention.power_retention_inference(Q[:, 9:], *cache, S, s, switch_over_seq_len=3)
     results = [torch.cat((*rows, y[:, 1:]), 1), *state]
-    leaves = [Q, K, V] + [log_G] * gated
     assert_equal(results, [expected, *naive.state_after(K, V, log_G, p=2)], leaves)
     y, *same = retention.power_retention_inference(Q[:, :1], None, None, log_G, S, s)  # log_G cancels
-    phi = symmetric_power_embedding(Q[:, 0], 2).unflatten(1, (2, 2))
-    num, den = torch.einsum("bhrf,bhfe->bhre", phi, S), torch.einsum("bhrf,bhf->bhr", phi, s)
-    assert torch.allclose(y[:, 0], (num / den.unsqueeze(-1)).flatten(1, 2)) and same[0] is S and same[1] is s
+    assert torch.allclose(y, read_state(Q[:, :1], S, s, 2)) and same[0] is S and same[1] is s
 
 
 INFERENCE = retention.create_inference_inputs, retention.power_retention_inference
