@@ -4,11 +4,13 @@ import json
 import multiprocessing
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -216,6 +218,56 @@ def assert_same_run(folder, expected):
         assert metrics(folder, key) == metrics(expected, key), key
     assert [line["step"] for line in lines(folder)] == [line["step"] for line in lines(expected)]
     assert weights(folder) == weights(expected)
+
+
+def assert_near_run(folder, expected, keys=("train_loss", "val_loss"), **bounds):
+    """Assert that two runs have these numbers of the same steps in one order, equal but for pytest.approx's bounds."""
+    for key in keys:
+        numbers, others = metrics(folder, key), metrics(expected, key)
+        assert others and list(numbers) == list(others)
+        assert numbers == pytest.approx(others, **bounds), key
+
+
+def train_traced():
+    """Train as train.py, with a torch.compile that traces what it is given, but does not run the C++ compiler."""
+    import functools
+
+    import torch
+
+    from sympow import train
+
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    train.main()
+
+
+def assert_kills_change_nothing(go, folder, kills, statuses, earliest=0.0):
+    """Assert that runs in a folder that are killed so often, at random moments, have the bits of one that is not.
+
+    go: starts the run of a name in this folder, and returns its processes, which are killed in any order; statuses:
+    what they may end with; earliest: the share of a run's time before which none is killed.
+    """
+    from sympow.runs import checkpoint
+
+    seed = int.from_bytes(os.urandom(4), "big")
+    moments, runs = random.Random(seed), 0
+    assert not any(join(*go("whole")))
+    begin = time.time()
+    assert not any(join(*go("second")))
+    seconds = time.time() - begin
+    while kills > 0:
+        processes = go(f"killed_{runs}")
+        time.sleep(moments.uniform(earliest, 1) * seconds)
+        kills -= any(process.exitcode is None for process in processes)
+        runs += all(process.exitcode == 0 for process in processes)  # it was done before: the next one starts anew
+        for process in moments.sample(processes, len(processes)):
+            process.kill()
+        assert statuses.issuperset(join(*processes)), seed
+    assert not any(join(*go(f"killed_{runs}"))), seed
+    names = sorted(os.listdir(folder / "whole/ckpt"))
+    for run in folder.iterdir():
+        assert_same_run(run, folder / "whole")
+        assert sorted(os.listdir(run / "ckpt")) == names, (seed, run)
+        assert not any(checkpoint.damage(run / "ckpt" / name) for name in names), (seed, run)
 
 
 def refusal(capsys):

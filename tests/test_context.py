@@ -6,13 +6,22 @@ The group tests run in forked processes, gloo, in float64: one group of four ran
 import json
 import os
 import shutil
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import SMALL, assert_same_run, call, dataset, join, metrics, start_ranks  # noqa: F401 (dataset is a fixture)
+from helpers import (
+    SMALL,
+    assert_near_run,
+    assert_same_run,
+    call,
+    join,
+    metrics,
+    refusal,
+    start_ranks,
+    train_traced,
+)
 from numerics import relative_error
 
 from sympow import train
@@ -116,17 +125,6 @@ def test_ranks_that_share_sequences_have_the_loss_and_every_gradient_of_one_rank
     assert max(errors[f"{name}, {size} ranks"]) < 1e-10
 
 
-def losses(folder):
-    """Return {step: loss} of training and of validation."""
-    return [metrics(folder, key) for key in ("train_loss", "val_loss")]
-
-
-def assert_near(found, expected):
-    """Assert that `losses` of two runs are of the same steps and equal but for rounding."""
-    for a, b in zip(found, expected, strict=True):
-        assert a == pytest.approx(b, abs=1e-5, rel=0)
-
-
 def spans_of(rank, size, balanced, block_size):
     """Return the spans of tokens of a sequence that a rank of one group has."""
     layout = Layout(SimpleNamespace(rank=rank, world=size), size)
@@ -135,7 +133,7 @@ def spans_of(rank, size, balanced, block_size):
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_slices_of_all_ranks_are_the_sequence_and_are_read_alone(dataset, balanced):  # noqa: F811
+def test_slices_of_all_ranks_are_the_sequence_and_are_read_alone(dataset, balanced):
     windows = Windows(Dataset(dataset), "train", 64, pack=True)
     whole, parts = windows.batch([3, 5, 7]), {}
     for rank in range(4):
@@ -169,39 +167,37 @@ def test_slices_of_all_ranks_are_the_sequence_and_are_read_alone(dataset, balanc
         ("--context_parallel=0", "context_parallel must be at least 1, got 0"),
     ],
 )
-def test_what_cannot_be_spread_over_ranks_is_refused(dataset, tmp_path, monkeypatch, capsys, settings, message):  # noqa: F811
+def test_what_cannot_be_spread_over_ranks_is_refused(dataset, tmp_path, monkeypatch, capsys, settings, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(ATTENTIONS, "own", type("Own", (Sympow,), {}))
     for name, value in dict(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0).items():
         monkeypatch.setenv(name, str(value))
     asked = ["--context_parallel=2", *settings.split()]
     assert call(train.main, *SMALL, f"--dataset={dataset}", *asked) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1 and os.listdir(tmp_path) == []
+    assert message in refusal(capsys) and os.listdir(tmp_path) == []
 
 
-def train_in(folder, dataset, ranks, *settings, main=train.main):  # noqa: F811
+def train_in(folder, dataset, ranks, *settings, main=train.main):
     folder.mkdir(exist_ok=True)
     argv = [*SMALL, f"--dataset={dataset}", "--out_dir=out", "--n_kv_head=1", f"--context_parallel={ranks}", *settings]
     ran = start_ranks(ranks, main, *argv, cwd=str(folder))
     codes = join(*ran)
     assert codes == [0] * ranks, "".join((folder / f"rank_{i}").read_text()[-2000:] for i in range(ranks))
-    return losses(folder / "out")
 
 
+ROUNDING = dict(abs=1e-5, rel=0)
 HYBRID = "--attention=softmax,conformal_sympow", "--form=chunked", "--pack=1"
 
 
-def test_two_ranks_that_share_sequences_train_as_one_and_go_on_as_one(dataset, tmp_path, monkeypatch):  # noqa: F811
+def test_two_ranks_that_share_sequences_train_as_one_and_go_on_as_one(dataset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = [*SMALL, *HYBRID, f"--dataset={dataset}", "--n_kv_head=1"]
     assert call(train.main, *argv, "--out_dir=one") == 0
     train_in(tmp_path / "two", dataset, 2, *HYBRID, "--max_iters=3")
     assert "2 x 1 ranks x 4 sequences x 32 context x 2 acc" in (tmp_path / "two" / "rank_0").read_text()
     assert call(train.main, *argv, "--out_dir=two/out") == 0  # from its checkpoint, alone
-    expected = losses("one")
-    assert_near(losses("two/out"), expected)
-    assert all(len(steps) > 1 for steps in expected)
+    assert_near_run("two/out", "one", **ROUNDING)
+    assert len(metrics("one", "val_loss")) > 1
 
 
 @pytest.mark.slow
@@ -216,7 +212,7 @@ def test_two_ranks_that_share_sequences_train_as_one_and_go_on_as_one(dataset, t
         (4, "--context_parallel=2 --shard=True"),
     ],
 )
-def test_a_resumed_run_has_the_same_bits_on_any_number_of_ranks(dataset, tmp_path, ranks, settings):  # noqa: F811
+def test_a_resumed_run_has_the_same_bits_on_any_number_of_ranks(dataset, tmp_path, ranks, settings):
     argv = *HYBRID, "--context_parallel=1", *settings.split(), f"--tokens_per_step={256 * ranks}"
     train_in(tmp_path / "whole", dataset, ranks, *argv)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
@@ -238,18 +234,12 @@ def test_gradients_come_in_the_order_of_the_buckets_in_which_ranks_add_them():
         assert order == sorted(order, reverse=True) and {*order} == {0, 1, 2}
 
 
-def train_traced():
-    """Train with torch.compile, without the compiler behind it."""
-    torch.compile = partial(torch.compile, backend="aot_eager")
-    train.main()
-
-
 @pytest.mark.slow
-def test_ranks_that_share_sequences_train_compiled(dataset, tmp_path):  # noqa: F811
+def test_ranks_that_share_sequences_train_compiled(dataset, tmp_path):
     settings = *HYBRID, "--max_iters=3", "--activation_checkpointing=True"
-    eager = train_in(tmp_path / "eager", dataset, 2, *settings)
-    compiled = train_in(tmp_path / "compiled", dataset, 2, *settings, "--compile=True", main=train_traced)
-    assert_near(compiled, eager)
+    train_in(tmp_path / "eager", dataset, 2, *settings)
+    train_in(tmp_path / "compiled", dataset, 2, *settings, "--compile=True", main=train_traced)
+    assert_near_run(tmp_path / "compiled/out", tmp_path / "eager/out", **ROUNDING)
 
 
 def test_what_is_compiled_is_the_model_or_each_block(monkeypatch):
@@ -264,12 +254,12 @@ def test_what_is_compiled_is_the_model_or_each_block(monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_groups_of_a_sharded_model_train_as_one_rank(dataset, tmp_path, monkeypatch):  # noqa: F811
+def test_two_groups_of_a_sharded_model_train_as_one_rank(dataset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert call(train.main, *SMALL, *HYBRID, f"--dataset={dataset}", "--n_kv_head=1", "--out_dir=one") == 0
     for shard in (False, True):
-        found = train_in(tmp_path / f"{shard}", dataset, 4, *HYBRID, "--context_parallel=2", f"--shard={shard}")
-        assert_near(found, losses("one"))
+        train_in(tmp_path / f"{shard}", dataset, 4, *HYBRID, "--context_parallel=2", f"--shard={shard}")
+        assert_near_run(f"{shard}/out", "one", **ROUNDING)
 
 
 def gradients(attend, tensors, dy):

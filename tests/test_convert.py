@@ -12,12 +12,8 @@ from helpers import SMALL, call, join, metrics, refusal, start_ranks
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from sympow import evaluate
-from sympow import export
+from sympow import evaluate, export, model as model_module, sample, train
 from sympow.layers import loss
-from sympow import sample
-from sympow import model as model_module
-from sympow import train
 from sympow.attention import ATTENTIONS
 from sympow.data.dataset import Dataset
 from sympow.generation.generate import generate
@@ -152,6 +148,7 @@ def rewrite(folder, target, **changes):
     [
         ({}, ["--block_size=128"], "the model has 64 learned positions, a context of this run has 128 tokens"),
         ({}, ["--n_positions=128"], "wpe.weight is [64, 32] instead of [128, 32]"),
+        ({}, ["--n_layer=3"], "do not fit this model: they are of n_layer=2; transformer.h.2."),
         ({}, ["--bias=False"], "do not fit this model: transformer.h.0.attn.c_attn.bias is unknown"),
         (
             {},
