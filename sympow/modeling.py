@@ -13,17 +13,21 @@ except ImportError as error:
     raise ImportError(f"{message} ({error})") from None
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
 # the name of the argument and of the output in this version of transformers: cache from 5.24 on
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 PIECE = 8192  # tokens of a prompt that are read into a state in one piece
-# arguments that repeat what others say: the cache (up to transformers 5.2), and cu_seq_lens_q
-REDUNDANT = "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k"
+# arguments that repeat what others say, the cache (up to transformers 5.2) and cu_seq_lens_q; and what `generate` itself
+# reads (for stop_strings) but hands on
+REDUNDANT = "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k", "tokenizer"
+# {what transformers calls it: the field of GPTConfig}
+SIZES = dict(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head", vocab_size="vocab_size")
 
 
 class SympowConfig(PretrainedConfig):
@@ -32,15 +36,15 @@ class SympowConfig(PretrainedConfig):
     model_type = "sympow"
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
-    def __init__(self, model=None, **kwargs):
-        self.model = model or {}
+    def __init__(self, model=None, use_cache=True, **kwargs):
+        self.model, self.use_cache = model or {}, use_cache
         try:
             gpt = GPTConfig(**self.model)
         except TypeError as error:  # a setting that this package does not have
             raise ImportError(f"this model needs another version of the package sympow: {error}") from None
-        self.hidden_size, self.num_hidden_layers, self.num_attention_heads = gpt.n_embd, gpt.n_layer, gpt.n_head
-        self.vocab_size = gpt.vocab_size
-        super().__init__(**kwargs | {"tie_word_embeddings": True})
+        for name, field in SIZES.items():
+            setattr(self, name, getattr(gpt, field))
+        super().__init__(**{"tie_word_embeddings": True} | kwargs)
 
 
 class SympowCache(Cache):
@@ -56,10 +60,16 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]
 
-    def __init__(self, config):
+    def __init__(self, config, **settings):
+        for name in settings:
+            raise ValueError(f"this model does not take {name}")
+        gpt = GPTConfig(**config.model)
+        for name, value in {"tie_word_embeddings": True, **{x: getattr(gpt, y) for x, y in SIZES.items()}}.items():
+            if getattr(config, name) != value:
+                raise ValueError(f"{name} of this model must be {value}, got {getattr(config, name)}")
         super().__init__(config)
         warn_of_changes("this model was trained with", getattr(config, "code", None))
-        self.gpt = GPT(GPTConfig(**config.model))
+        self.gpt = GPT(gpt)
         self.post_init()
 
     def _init_weights(self, module):
@@ -84,9 +94,13 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         self.gradient_checkpointing = self.gpt.config.activation_checkpointing = enable
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
-        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+        name = generation_config.cache_implementation
+        if name not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation must be dynamic for this model, got {name}")
+        if model_kwargs.get(CACHE) is not None:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        elif generation_config.use_cache is not False:
             model_kwargs[CACHE] = SympowCache()
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
     @can_return_tuple
     def forward(
@@ -113,13 +127,15 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
 
         In training the loss comes without logits, which would not fit into memory for long contexts. transformers'
         Trainer gives num_items_in_batch where it accumulates gradients: the loss is then the sum over the tokens
-        divided by it. Raises ValueError for arguments that the model does not have.
+        divided by it. Raises ValueError for arguments that the model does not have, and IndexError for token ids and
+        labels outside the vocabulary; on a GPU these fail an assertion of CUDA.
         """
         for name, value in kwargs.items():
             if value is not None and value is not False and name not in REDUNDANT:
                 raise ValueError(f"this model does not take {name}")
         if input_ids is None or not input_ids.numel():
             raise ValueError("input_ids must be [B, T] with at least one token")
+        input_ids = check_range("input_ids", input_ids, self.config.vocab_size)
         cache = past_key_values if cache is None else cache
         if use_cache is None:
             use_cache = labels is None and not self.training and getattr(self.config, "use_cache", True)
@@ -132,9 +148,11 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         x, loss = self._read(input_ids, attention_mask, documents, cache, last), None
         if labels is not None:
             targets = pad(labels[:, 1:], (0, 1), value=-100)
-            loss = self.gpt.loss(x, targets.where(targets != -100, -1))
+            counted = targets != -100
+            targets = check_range("labels other than -100", targets.where(counted, 0), self.config.vocab_size)
+            loss = self.gpt.loss(x, targets.where(counted, -1))
             if num_items_in_batch is not None:
-                loss = loss * (targets != -100).sum() / num_items_in_batch
+                loss = loss * counted.sum() / num_items_in_batch
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = None if labels is not None and self.training else self.gpt.logits(x[:, keep])
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
@@ -155,6 +173,18 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         layer.tokens, layer.padded = layer.tokens + T, counts is not None
         layer.seen = layer.seen + (T if counts is None else counts)
         return x if order is None else x.take_along_dim(order.argsort(1).unsqueeze(2), 1)
+
+
+def check_range(name, ids, vocab_size):
+    """Return the ids as int64; raise IndexError unless they are in the vocabulary.
+
+    The ids are looked up in a table of themselves, as in an embedding: a GPU fails an assertion, and nothing waits.
+    """
+    try:
+        return embedding(ids, torch.arange(vocab_size, device=ids.device).unsqueeze(1)).squeeze(-1)
+    except IndexError:
+        found = f"{ids.min()} to {ids.max()}"
+        raise IndexError(f"{name} must be from 0 to {vocab_size - 1}, got {found}") from None
 
 
 def find_documents(ids, position_ids, cu_seq_lens_q, seq_idx):
@@ -197,5 +227,7 @@ def arrange(ids, mask, documents, layer):
     return counts, starts.gather(1, order), order
 
 
+# Trainer shifts the labels of models with these names for label_smoothing_factor.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[SympowConfig.model_type] = SympowForCausalLM.__name__
 SympowConfig.register_for_auto_class()
 SympowForCausalLM.register_for_auto_class("AutoModelForCausalLM")

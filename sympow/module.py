@@ -46,9 +46,10 @@ class Attention(model.Attention):
     def forward(self, x, resets=None, state=None):
         """Return y [B, T, n_embd] for x [B, T, n_embd]; with a state, (y, the state after these tokens).
 
-        resets [B, T] bool: tokens that begin a document, which see nothing before themselves. state: from `empty_state`
-        or from the call with the tokens before.
+        resets [B, T], [1, T] or [T] bool: tokens that begin a document, which see nothing before themselves. state:
+        from `empty_state` or from the call with the tokens before.
         """
+        resets = None if resets is None else resets.expand(x.shape[:2])
         x, heads = norm_linear(lambda x: x, self.c_attn, x, self.mix.input_weight())
         y, state = mix_tokens(self, x, heads.unflatten(-1, (-1, self.head_dim)), resets, state)
         y = self.c_proj(y.flatten(2))

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import causal_mask_function
 
@@ -31,6 +31,8 @@ from .attention.power import attend_causally
 from .attention.state import LayerState, attend_and_append
 
 with_documents = WeakTensorKeyDictionary()  # position_ids: (its version, whether documents begin in them)
+registered = set()  # names that `register` has got
+to_dict = PretrainedConfig.to_dict
 # Arguments of attentions that power attention does not have, and the values that ask for nothing.
 UNSUPPORTED = {
     "dropout": 0.0,
@@ -48,12 +50,24 @@ def register(name="sympow", p=2, gate="none"):
     """Make power attention of power p available in transformers' models as attn_implementation=name.
 
     gate: "none", or "fixed" for the gates exp(-2^(-8 h / Hkv)) of key/value heads h = 1..Hkv at every token. For
-    several powers in one process, register several names. Raises ValueError for another p or gate.
+    several powers in one process, register several names. From then on configurations are saved with a registered
+    name, if they have one. Raises ValueError for another p or gate.
     """
     check_power(p)
     check_choice("gate", gate, ("none", "fixed"))
     AttentionInterface.register(name, partial(attend, p=p, gate=gate))
     AttentionMaskInterface.register(name, padding_mask)
+    registered.add(name)
+    PretrainedConfig.to_dict = dict_with_attention
+
+
+def dict_with_attention(config):
+    """Return what a configuration saves: what transformers does, and the name of its attention if it is registered.
+
+    transformers reads attn_implementation in a config.json, but writes none.
+    """
+    name = config._attn_implementation
+    return to_dict(config) | ({"attn_implementation": name} if name in registered else {})
 
 
 class PowerCache(Cache):
@@ -228,8 +242,6 @@ def attend(module, query, key, value, attention_mask, *, p, gate, **options):
     scaling, which cancels in y. Raises ValueError for an option that power attention does not have.
     """
     check_options(options, getattr(module, "is_causal", True))
-    if hasattr(module, "config"):  # by the public name transformers saves and loads it
-        module.config.attn_implementation = module.config._attn_implementation
     position_ids, cu_seq_lens_q = options.get("position_ids"), options.get("cu_seq_lens_q")
     layer = getattr(key, "power_layer", None)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
