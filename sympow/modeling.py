@@ -4,6 +4,7 @@ export.py copies this file into the folder as modeling_sympow.py. It needs the p
 """
 
 try:
+    from sympow import check_choice
     from sympow.attention.operator.sequences import sequence_starts
     from sympow.code import warn_of_changes
     from sympow.model import GPT, GPTConfig
@@ -23,11 +24,11 @@ from transformers.utils import can_return_tuple
 # the name of the argument and of the output in this version of transformers: cache from 5.24 on
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 PIECE = 8192  # tokens of a prompt that are read into a state in one piece
-# arguments that repeat what others say, the cache (up to transformers 5.2) and cu_seq_lens_q; and what `generate` itself
-# reads (for stop_strings) but hands on
-REDUNDANT = "cache_position", "cu_seq_lens_k", "max_length_q", "max_length_k", "tokenizer"
-# {what transformers calls it: the field of GPTConfig}
-SIZES = dict(hidden_size="n_embd", num_hidden_layers="n_layer", num_attention_heads="n_head", vocab_size="vocab_size")
+# arguments that repeat what others say, the cache (up to transformers 5.2) and cu_seq_lens_q, or that `generate` has
+# read and hands on nevertheless (for stop_strings)
+REDUNDANT = "cache_position cu_seq_lens_k max_length_q max_length_k tokenizer".split()
+# fields of a SympowConfig that repeat those in `model`
+FIXED = "hidden_size num_hidden_layers num_attention_heads vocab_size tie_word_embeddings".split()
 
 
 class SympowConfig(PretrainedConfig):
@@ -42,8 +43,8 @@ class SympowConfig(PretrainedConfig):
             gpt = GPTConfig(**self.model)
         except TypeError as error:  # a setting that this package does not have
             raise ImportError(f"this model needs another version of the package sympow: {error}") from None
-        for name, field in SIZES.items():
-            setattr(self, name, getattr(gpt, field))
+        self.hidden_size, self.num_hidden_layers, self.num_attention_heads = gpt.n_embd, gpt.n_layer, gpt.n_head
+        self.vocab_size = gpt.vocab_size
         super().__init__(**{"tie_word_embeddings": True} | kwargs)
 
 
@@ -61,15 +62,13 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["Block"]
 
     def __init__(self, config, **settings):
-        for name in settings:
-            raise ValueError(f"this model does not take {name}")
-        gpt = GPTConfig(**config.model)
-        for name, value in {"tie_word_embeddings": True, **{x: getattr(gpt, y) for x, y in SIZES.items()}}.items():
-            if getattr(config, name) != value:
-                raise ValueError(f"{name} of this model must be {value}, got {getattr(config, name)}")
+        fixed = vars(SympowConfig(config.model))
+        changed = {name: value for name, value in vars(config).items() if name in FIXED and value != fixed[name]}
+        for name, value in (changed | settings).items():
+            raise ValueError(f"this model cannot have {name}={value}: it is what `model` in its config.json says")
         super().__init__(config)
         warn_of_changes("this model was trained with", getattr(config, "code", None))
-        self.gpt = GPT(gpt)
+        self.gpt = GPT(GPTConfig(**config.model))
         self.post_init()
 
     def _init_weights(self, module):
@@ -94,9 +93,7 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         self.gradient_checkpointing = self.gpt.config.activation_checkpointing = enable
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
-        name = generation_config.cache_implementation
-        if name not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation must be dynamic for this model, got {name}")
+        check_choice("cache_implementation", generation_config.cache_implementation or "dynamic", ("dynamic",))
         if model_kwargs.get(CACHE) is not None:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
         elif generation_config.use_cache is not False:
@@ -135,25 +132,26 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"this model does not take {name}")
         if input_ids is None or not input_ids.numel():
             raise ValueError("input_ids must be [B, T] with at least one token")
-        input_ids = check_range("input_ids", input_ids, self.config.vocab_size)
+        input_ids = check_range("input_ids", input_ids, self.gpt.config.vocab_size)
         cache = past_key_values if cache is None else cache
         if use_cache is None:
-            use_cache = labels is None and not self.training and getattr(self.config, "use_cache", True)
+            use_cache = labels is None and not self.training and self.config.use_cache
         if cache is None and use_cache:
             cache = SympowCache()
         if not isinstance(cache, SympowCache | None):
             raise ValueError(f"the cache of this model is a SympowCache, got a {type(cache).__name__}")
         documents = find_documents(input_ids, position_ids, cu_seq_lens_q, seq_idx)
-        last = logits_to_keep if labels is None and isinstance(logits_to_keep, int) else 0
+        tail = isinstance(logits_to_keep, int)
+        last = logits_to_keep if tail and labels is None else 0
         x, loss = self._read(input_ids, attention_mask, documents, cache, last), None
         if labels is not None:
             targets = pad(labels[:, 1:], (0, 1), value=-100)
             counted = targets != -100
-            targets = check_range("labels other than -100", targets.where(counted, 0), self.config.vocab_size)
+            targets = check_range("labels other than -100", targets.where(counted, 0), self.gpt.config.vocab_size)
             loss = self.gpt.loss(x, targets.where(counted, -1))
             if num_items_in_batch is not None:
                 loss = loss * counted.sum() / num_items_in_batch
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        keep = slice(-logits_to_keep, None) if tail else logits_to_keep
         logits = None if labels is not None and self.training else self.gpt.logits(x[:, keep])
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
 
@@ -166,8 +164,9 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         if order is not None:
             ids, last = ids.gather(1, order), 0
         x, T = None, ids.shape[1]
-        for i in range(0, T, PIECE if cache else T):
-            piece = slice(i, i + PIECE if cache else T)
+        size = PIECE if cache else T
+        for i in range(0, T, size):
+            piece = slice(i, i + size)
             y, layer.state = self.gpt.hidden(ids[:, piece], layer.state, None if starts is None else starts[:, piece])
             x = (y if x is None else torch.cat((x, y), dim=1))[:, -last:]
         layer.tokens, layer.padded = layer.tokens + T, counts is not None
@@ -183,8 +182,7 @@ def check_range(name, ids, vocab_size):
     try:
         return embedding(ids, torch.arange(vocab_size, device=ids.device).unsqueeze(1)).squeeze(-1)
     except IndexError:
-        found = f"{ids.min()} to {ids.max()}"
-        raise IndexError(f"{name} must be from 0 to {vocab_size - 1}, got {found}") from None
+        raise IndexError(f"{name} must be in [0, {vocab_size}), got {ids.min()} to {ids.max()}") from None
 
 
 def find_documents(ids, position_ids, cu_seq_lens_q, seq_idx):
@@ -228,6 +226,6 @@ def arrange(ids, mask, documents, layer):
 
 
 # Trainer shifts the labels of models with these names for label_smoothing_factor.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[SympowConfig.model_type] = SympowForCausalLM.__name__
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["sympow"] = "SympowForCausalLM"
 SympowConfig.register_for_auto_class()
 SympowForCausalLM.register_for_auto_class("AutoModelForCausalLM")

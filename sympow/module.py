@@ -49,7 +49,8 @@ class Attention(model.Attention):
         resets [B, T], [1, T] or [T] bool: tokens that begin a document, which see nothing before themselves. state:
         from `empty_state` or from the call with the tokens before.
         """
-        resets = None if resets is None else resets.expand(x.shape[:2])
+        if resets is not None:
+            resets = resets.expand(x.shape[:2])
         x, heads = norm_linear(lambda x: x, self.c_attn, x, self.mix.input_weight())
         y, state = mix_tokens(self, x, heads.unflatten(-1, (-1, self.head_dim)), resets, state)
         y = self.c_proj(y.flatten(2))

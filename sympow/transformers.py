@@ -62,7 +62,7 @@ def register(name="sympow", p=2, gate="none"):
 
 
 def dict_with_attention(config):
-    """Return what a configuration saves: what transformers does, and the name of its attention if it is registered.
+    """Return the fields that a configuration saves, with the name of its attention if that is registered.
 
     transformers reads attn_implementation in a config.json, but writes none.
     """
@@ -114,8 +114,7 @@ class StateLayer(CacheLayerMixin):
         """Raise ValueError for a mask of earlier tokens that differs from the masks with which they were read."""
         if not self.tokens or (mask is None and not self.padded):
             return
-        now = torch.full_like(self.seen, self.tokens) if mask is None else mask[:, : self.tokens].sum(1).to(self.seen)
-        if not torch.equal(self.seen, now):
+        if (self.seen != (self.tokens if mask is None else mask[:, : self.tokens].sum(1))).any():
             raise ValueError("attention_mask must be for the tokens in a cache what it was when they were read")
 
     def lazy_initialization(self, key_states, value_states):
@@ -277,8 +276,7 @@ def check_options(options, is_causal):
         options = {**options, "is_causal": is_causal}
     for name, neutral in UNSUPPORTED.items():
         value = options.get(name)
-        if isinstance(value, torch.Tensor):
-            raise ValueError(f"{name} must be {neutral} for power attention, got a tensor")
+        value = "a tensor" if isinstance(value, torch.Tensor) else value
         if value is not None and value != neutral:
             raise ValueError(f"{name} must be {neutral} for power attention, got {value}")
 
@@ -295,9 +293,8 @@ def check_positions(position_ids, seen, n_cached):
 
     Such a cache has keys alone. It does not know where documents begin, and a StaticCache has keys of no token.
     """
-    if not may_look(position_ids):
-        return
-    if (position_ids[:, 0] != (n_cached if seen is None else seen[:, :n_cached].sum(1))).any():
+    expected = n_cached if seen is None else seen[:, :n_cached].sum(1)
+    if may_look(position_ids) and (position_ids[:, 0] != expected).any():
         raise ValueError("position_ids must go on from the cached keys (packed or static ones): use a PowerCache")
 
 
