@@ -43,9 +43,8 @@ class SympowConfig(PretrainedConfig):
             gpt = GPTConfig(**self.model)
         except TypeError as error:  # a setting that this package does not have
             raise ImportError(f"this model needs another version of the package sympow: {error}") from None
-        self.hidden_size, self.num_hidden_layers, self.num_attention_heads = gpt.n_embd, gpt.n_layer, gpt.n_head
-        self.vocab_size = gpt.vocab_size
-        super().__init__(**{"tie_word_embeddings": True} | kwargs)
+        sizes = zip(FIXED, (gpt.n_embd, gpt.n_layer, gpt.n_head, gpt.vocab_size, True))
+        super().__init__(**dict(sizes) | kwargs)
 
 
 class SympowCache(Cache):
@@ -62,8 +61,8 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["Block"]
 
     def __init__(self, config, **settings):
-        fixed = vars(SympowConfig(config.model))
-        changed = {name: value for name, value in vars(config).items() if name in FIXED and value != fixed[name]}
+        fixed = SympowConfig(config.model)
+        changed = {name: getattr(config, name) for name in FIXED if getattr(config, name) != getattr(fixed, name)}
         for name, value in (changed | settings).items():
             raise ValueError(f"this model cannot have {name}={value}: it is what `model` in its config.json says")
         super().__init__(config)
@@ -141,8 +140,7 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         if not isinstance(cache, SympowCache | None):
             raise ValueError(f"the cache of this model is a SympowCache, got a {type(cache).__name__}")
         documents = find_documents(input_ids, position_ids, cu_seq_lens_q, seq_idx)
-        tail = isinstance(logits_to_keep, int)
-        last = logits_to_keep if tail and labels is None else 0
+        last = logits_to_keep if labels is None and isinstance(logits_to_keep, int) else 0
         x, loss = self._read(input_ids, attention_mask, documents, cache, last), None
         if labels is not None:
             targets = pad(labels[:, 1:], (0, 1), value=-100)
@@ -151,7 +149,7 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.gpt.loss(x, targets.where(counted, -1))
             if num_items_in_batch is not None:
                 loss = loss * counted.sum() / num_items_in_batch
-        keep = slice(-logits_to_keep, None) if tail else logits_to_keep
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = None if labels is not None and self.training else self.gpt.logits(x[:, keep])
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
 

@@ -60,8 +60,8 @@ def run_folder(tmp_path):
             block_size=16,
             then="",
             learning_rate=6e-4,
+            version=checkpoint.VERSION,
         )
-        settings["version"] = checkpoint.VERSION
         (run / "config.json").write_text(json.dumps(settings))
         lines = [{"step": step, "val_loss": 6.0 - step, "tokens": 100 * step} for step in (0, 1, 1, 2)]
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -207,10 +207,14 @@ def test_transformers_computes_trains_and_generates_as_the_model(run_folder, tmp
     assert alone == expected == together and len({*expected[0]}) > 3
     assert model.generate(**prompt("x"), num_beams=3, max_new_tokens=4, do_sample=False).shape[1] <= 5
 
+    letter = next(filter(range(128).__contains__, expected[0]))
+    stopped = model.generate(**prompt(texts[0]), **options, stop_strings=[chr(letter)], tokenizer=tokenizer)
+    assert stopped[0, len(texts[0]) :].tolist() == expected[0][: expected[0].index(letter) + 1]
+
     labels = ids.clone()
     labels[:, :3] = -100
-    targets = torch.cat((labels[:, 1:], labels.new_full((1, 1), -100)), 1)
-    (loss_of_ours,) = ours(ids, targets.where(targets != -100, -1))[1:]
+    targets = labels.masked_fill(labels == -100, -1).roll(-1, 1)  # of the last token too there is none
+    loss_of_ours = ours(ids, targets)[1]
     loss_of_ours.backward()
     model.train()
     grads = {n: x.grad for n, x in ours.named_parameters() if x.grad is not None}

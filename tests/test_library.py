@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, join, start_ranks
-
+from torch.nn.functional import cross_entropy
 
 transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM  # noqa: E402
@@ -70,11 +70,10 @@ def ids(*shape):
     return torch.randint(2, 64, shape)
 
 
-def greedy(model, tokens, new, **kwargs):
+def greedy(model, tokens, new):
     """Return the tokens that greedy decoding appends, each from all tokens before it, computed anew."""
     for _ in range(new):
-        logits = model(tokens, use_cache=False, **kwargs).logits[:, -1]
-        tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True)), 1)
+        tokens = torch.cat((tokens, logits_of(model, tokens)[:, -1:].argmax(-1)), 1)
     return tokens[:, -new:]
 
 
@@ -300,13 +299,13 @@ def test_packed_documents_and_other_options_give_the_same_logits(name, options):
 
 
 @pytest.mark.parametrize("name", ["Llama", *EXPORTED])
-def test_a_vocabulary_grows(name, tmp_path):
+def test_a_vocabulary_grows_and_a_model_is_loaded_without_a_cache(name, tmp_path):
     model = model_of(name)
     model.resize_token_embeddings(70)
     model.save_pretrained(tmp_path)
-    logits = logits_of(type(model).from_pretrained(tmp_path))
-    assert_close(logits[..., :64], logits_of(model_of(name)))
-    assert model.config.vocab_size == logits.shape[-1] == 70
+    output = type(model).from_pretrained(tmp_path, use_cache=False)(IDS)
+    assert_close(output.logits[..., :64], logits_of(model_of(name)))
+    assert model.config.vocab_size == output.logits.shape[-1] == 70 and CACHE not in output
 
 
 @pytest.mark.parametrize("name", ["Llama", *EXPORTED])
@@ -319,7 +318,29 @@ def test_a_text_goes_on_from_the_cache_that_generate_returned(name):
         options = {CACHE: first[CACHE], "attention_mask": torch.ones_like(first.sequences)}
         assert torch.equal(generate(first.sequences[:, start:], max_new_tokens=3, **options)[:, -3:], whole[:, -3:])
     if not OLD:
-        assert torch.equal(generate(IDS, max_new_tokens=6, prefill_chunk_size=5), whole)
+        assert torch.equal(generate(IDS, max_new_tokens=6, prefill_chunk_size=5, cache_implementation="dynamic"), whole)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+def test_trainer_smooths_the_labels_of_next_tokens(name, tmp_path):
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(tmp_path, label_smoothing_factor=0.1, use_cpu=True)
+    trainer = transformers.Trainer(model_of(name), arguments)
+    loss = trainer.compute_loss(trainer.model, dict(input_ids=IDS, labels=IDS))
+    logits = logits_of(trainer.model)[:, :-1].mT
+    assert_close(loss, cross_entropy(logits, IDS[:, 1:], label_smoothing=0.1))
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size", "tie_word_embeddings", "max_position_embeddings"])
+def test_a_setting_that_a_loaded_model_cannot_have_is_refused_by_name(name, tmp_path):
+    model_of("GPT-2").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"this model cannot have {name}=3"):
+        SympowForCausalLM.from_pretrained(tmp_path, **{name: 3})
+
+
+def test_a_cache_of_keys_is_refused_by_name():
+    with pytest.raises(ValueError, match="cache_implementation must be one of dynamic, got 'static'"):
+        model_of("GPT-2").generate(IDS, cache_implementation="static")
 
 
 @pytest.mark.parametrize("target", ["c_proj", "wte"])
@@ -344,19 +365,24 @@ def test_an_adapter_of_peft_merges_into_what_was_trained(target):
         "is a SympowCache, got a DynamicCache": {CACHE: transformers.DynamicCache()},
         "must be ones, with zeros only before and behind": dict(attention_mask=IDS % 2),
         r"must be of shape \[2, 12\], got \[2, 3\]": dict(attention_mask=IDS[:, :3]),
+        r"input_ids must be in \[0, 64\), got": dict(input_ids=IDS + 9),
+        r"labels other than -100 must be in \[0, 64\), got 0": dict(labels=IDS + 9),
+        r"labels other than -100 must be in \[0, 64\), got -": dict(labels=-IDS),
     }.items(),
 )
 def test_what_an_exported_model_does_not_take_is_refused_by_name(message, options):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, IndexError), match=message):
         model_of("heinsen")(**{"input_ids": IDS} | options)
 
 
 @pytest.mark.skipif(OLD, reason="transformers before 5.4 does not read it")
-def test_a_saved_llama_comes_back_with_power_attention(power, tmp_path):
-    model = llama("sympow_p4")
-    expected = logits_of(model)
+@pytest.mark.parametrize("names", [["sympow_p4", "sdpa"], ["sdpa", "sympow_p4"]])
+def test_a_saved_llama_comes_back_with_the_attention_it_has(power, tmp_path, names):
+    model = llama(names[0])
+    logits_of(model)
+    model.set_attn_implementation(names[1])
     model.save_pretrained(tmp_path)
-    assert_close(logits_of(LlamaForCausalLM.from_pretrained(tmp_path)), expected)
+    assert_close(logits_of(LlamaForCausalLM.from_pretrained(tmp_path)), logits_of(model))
 
 
 # ---- the recipes of docs/use/library.md
@@ -432,6 +458,7 @@ def test_pieces_with_and_without_resets_follow_each_other(attention, convolution
             piece = resets[:, start:end]
             y, state = layer(x[:, start:end], piece if piece.any() else None, state)
             ys.append(y)
+        assert torch.equal(layer(x, resets[0]), layer(x, resets[[0, 0]]))  # of all sequences
     assert_close(torch.cat(ys, dim=1), expected, 1e-10)
 
 
