@@ -43,8 +43,7 @@ class SympowConfig(PretrainedConfig):
             gpt = GPTConfig(**self.model)
         except TypeError as error:  # a setting that this package does not have
             raise ImportError(f"this model needs another version of the package sympow: {error}") from None
-        sizes = zip(FIXED, (gpt.n_embd, gpt.n_layer, gpt.n_head, gpt.vocab_size, True))
-        super().__init__(**dict(sizes) | kwargs)
+        super().__init__(**dict(zip(FIXED, (gpt.n_embd, gpt.n_layer, gpt.n_head, gpt.vocab_size, True))) | kwargs)
 
 
 class SympowCache(Cache):
@@ -145,7 +144,7 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             targets = pad(labels[:, 1:], (0, 1), value=-100)
             counted = targets != -100
-            targets = check_range("labels other than -100", targets.where(counted, 0), self.gpt.config.vocab_size)
+            targets = check_range("labels other than -100", targets * counted, self.gpt.config.vocab_size)
             loss = self.gpt.loss(x, targets.where(counted, -1))
             if num_items_in_batch is not None:
                 loss = loss * counted.sum() / num_items_in_batch

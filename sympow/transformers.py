@@ -135,13 +135,11 @@ class StateLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name in transformers 5.0
 
-    def reorder_cache(self, beam_idx):
-        """Take the states of these sequences, for beam search."""
-        self.batch_select_indices(beam_idx)
-
     def batch_select_indices(self, indices):
         """Take the states of these sequences."""
         self._map(lambda x: x[indices.to(x.device)])
+
+    reorder_cache = batch_select_indices  # its name in beam search
 
     def batch_repeat_interleave(self, repeats):
         """Repeat each sequence's state."""
@@ -273,7 +271,7 @@ def attend(module, query, key, value, attention_mask, *, p, gate, **options):
 def check_options(options, is_causal):
     """Raise ValueError for an option of an attention that power attention does not have."""
     if options.get("is_causal") is None:
-        options = {**options, "is_causal": is_causal}
+        options["is_causal"] = is_causal
     for name, neutral in UNSUPPORTED.items():
         value = options.get(name)
         value = "a tensor" if isinstance(value, torch.Tensor) else value
@@ -293,8 +291,10 @@ def check_positions(position_ids, seen, n_cached):
 
     Such a cache has keys alone. It does not know where documents begin, and a StaticCache has keys of no token.
     """
-    expected = n_cached if seen is None else seen[:, :n_cached].sum(1)
-    if may_look(position_ids) and (position_ids[:, 0] != expected).any():
+    if (
+        may_look(position_ids)
+        and (position_ids[:, 0] != (n_cached if seen is None else seen[:, :n_cached].sum(1))).any()
+    ):
         raise ValueError("position_ids must go on from the cached keys (packed or static ones): use a PowerCache")
 
 

@@ -49,8 +49,7 @@ def power():
     module = sympow.transformers
     for name in GATES:
         module.register(name, p=POWERS[name], gate=GATES[name])
-        naive = lambda *args, name=name, **kwargs: naive_attention(*args, name=name, **kwargs)
-        AttentionInterface.register(f"naive_{name}", naive)
+        AttentionInterface.register(f"naive_{name}", partial(naive_attention, name=name))
         AttentionMaskInterface.register(f"naive_{name}", sdpa_mask)
     return module
 
@@ -137,7 +136,7 @@ def test_greedy_text_is_that_of_full_computation_with_left_padding_too(power, na
 def test_a_cache_stops_growing_and_packed_documents_stay_apart_in_it(power):
     model, tokens, cache = llama("sympow"), ids(1, 40), power.PowerCache()
     with torch.no_grad():
-        whole = model(tokens, use_cache=False).logits
+        whole = logits_of(model, tokens)
         sizes = []
         for t in range(40):
             logits = model(tokens[:, t : t + 1], past_key_values=cache).logits
@@ -149,7 +148,7 @@ def test_a_cache_stops_growing_and_packed_documents_stay_apart_in_it(power):
             at = torch.tensor([[*range(30), *range(9)]])
             model(tokens[:, :39], position_ids=at, past_key_values=packed)
             last = model(tokens[:, 39:], position_ids=torch.tensor([[9]]), past_key_values=packed).logits
-            assert torch.allclose(last, model(tokens[:, 30:], use_cache=False).logits[:, -1:], rtol=1e-9)
+            assert torch.allclose(last, logits_of(model, tokens[:, 30:])[:, -1:], rtol=1e-9)
             packed.reset()
             assert packed.get_seq_length() == packed.bytes() == 0
 
@@ -376,11 +375,11 @@ def test_what_an_exported_model_does_not_take_is_refused_by_name(message, option
 
 
 @pytest.mark.skipif(OLD, reason="transformers before 5.4 does not read it")
-@pytest.mark.parametrize("names", [["sympow_p4", "sdpa"], ["sdpa", "sympow_p4"]])
-def test_a_saved_llama_comes_back_with_the_attention_it_has(power, tmp_path, names):
-    model = llama(names[0])
+@pytest.mark.parametrize("first, last", [("sympow_p4", "sdpa"), ("sdpa", "sympow_p4")])
+def test_a_saved_llama_comes_back_with_the_attention_it_has(power, tmp_path, first, last):
+    model = llama(first)
     logits_of(model)
-    model.set_attn_implementation(names[1])
+    model.set_attn_implementation(last)
     model.save_pretrained(tmp_path)
     assert_close(logits_of(LlamaForCausalLM.from_pretrained(tmp_path)), logits_of(model))
 
