@@ -291,10 +291,8 @@ def check_positions(position_ids, seen, n_cached):
 
     Such a cache has keys alone. It does not know where documents begin, and a StaticCache has keys of no token.
     """
-    if (
-        may_look(position_ids)
-        and (position_ids[:, 0] != (n_cached if seen is None else seen[:, :n_cached].sum(1))).any()
-    ):
+    expected = n_cached if seen is None else seen[:, :n_cached].sum(1)
+    if may_look(position_ids) and (position_ids[:, 0] != expected).any():
         raise ValueError("position_ids must go on from the cached keys (packed or static ones): use a PowerCache")
 
 
