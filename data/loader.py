@@ -16,8 +16,8 @@ import functools
 import numpy as np
 import torch
 
-from .. import check_choice
 from . import DataError
+from .meta import PROTOCOLS
 from .progress import bar
 
 RECT = 16  # how many documents go through their windows together
@@ -52,9 +52,7 @@ class Windows:
                 f"{name} {block_size} is longer than the {split} split of {dataset.name} "
                 f"({dataset.tokens(split)} tokens): give a smaller --{name} or more text"
             )
-        if dataset.protocol:
-            check_choice("protocol", dataset.protocol, ("fox",))
-        self.fox = bool(dataset.protocol)
+        self.fox = PROTOCOLS[dataset.protocol]
         if self.fox and (pack or length % block_size):
             raise DataError(
                 f"{name} must divide the {length} tokens of a document of {dataset.name}, and pack be False, since it "
