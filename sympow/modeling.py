@@ -5,7 +5,7 @@ export.py copies this file into the folder as modeling_sympow.py. It needs the p
 
 try:
     from sympow import check_choice
-    from sympow.attention.operator.sequences import sequence_starts
+    from sympow.attention.operator.sequences import sequence_lengths, sequence_starts
     from sympow.code import warn_of_changes
     from sympow.model import GPT, GPTConfig
     from sympow.transformers import StateLayer, document_starts
@@ -188,6 +188,7 @@ def find_documents(ids, position_ids, cu_seq_lens_q, seq_idx):
     if seq_idx is not None:
         starts.append(pad(seq_idx.diff() != 0, (1, 0)))
     if cu_seq_lens_q is not None:
+        sequence_lengths(cu_seq_lens_q, ids.shape[1])  # raises ValueError for ends that do not fit
         starts.append(sequence_starts(cu_seq_lens_q, ids.shape[1]))
     starts = [x.expand_as(ids) for x in starts if x is not None]
     return torch.stack(starts).any(0) if starts else None
