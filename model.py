@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow import check_choice
-from sympow.attention import ATTENTIONS, attention_pattern
-from sympow.attention.positions import HAS_TABLE, check_length
+from sympow.attention import ATTENTIONS, layer_pattern
+from sympow.attention.positions import POSITIONS, check_length
 from sympow.attention.state import ModelState
-from sympow.attention.variant import check_layer
+from sympow.attention.variant import RECIPE, check_layer
 from sympow.layers.activation import APPROXIMATE, gelu
 from sympow.layers.convolution import Convolution
 from sympow.layers.loss import head_loss, head_weight
@@ -34,6 +34,7 @@ from sympow.layers.output_gate import OutputGate
 
 @dataclass
 class GPTConfig:
+    # auto: what the attention learns best with; a model is saved with the value
     vocab_size: int = 50257  # of the tokenizer; the embedding is padded to a multiple of 64
     n_layer: int = 12  # blocks
     n_head: int = 12  # query heads
@@ -42,17 +43,17 @@ class GPTConfig:
     head_dim: int = 0  # 0: n_embd / n_head
     dropout: float = 0.0  # after the embedding, attention and MLP
     bias: bool = False  # in linear layers and LayerNorms
-    positions: str = "rotary"  # or learned: GPT-2's table of n_positions vectors, added to the tokens
+    positions: str = "auto"  # rotary, none or learned (GPT-2's table of n_positions vectors); with commas as attention
     n_positions: int = 1024  # positions=learned: the most tokens that the model reads
     embedding_norm: bool = True  # a LayerNorm after the token embedding
     activation: str = "gelu"  # of the MLP; or gelu_tanh: GPT-2's approximation of it
     attention: str = "softmax"  # a name in ATTENTIONS, or several with commas: the layers in turn, again and again
-    convolution: int = 0  # tokens of a convolution over q, k and v before attention, 4 for example; 0: none
-    output_gate: bool = False  # normalise attention's output, and multiply it by a learned gate
+    convolution: int | str = "auto"  # tokens of a convolution over q, k and v before attention; 0: none
+    output_gate: bool | str = "auto"  # normalise attention's output, and multiply it by a learned gate
     window: int = 0  # of softmax layers: how many tokens each token sees, itself among them; 0: all before it
     p: int = 2  # the power, even
     gate: str = "auto"  # learned or fixed for sympow_gating; learned, fixed or none for conformal_sympow
-    gate_bias: float = 6.9  # a fresh learned gate is sigmoid(gate_bias)
+    gate_bias: float | str = "auto"  # a fresh learned gate is sigmoid(gate_bias)
     form: str = "auto"  # quadratic, chunked, recurrent or auto: how the sympow variants are computed in training
     chunk_size: int = 0  # tokens a chunk in the chunked form; 0: chosen from p and head_dim
     values: str = "log"  # heinsen: log (logarithms of values in, logarithms of outputs out), or signed
@@ -68,7 +69,6 @@ class GPTConfig:
         for name, limit in {"n_layer": 10**4, "vocab_size": 2**31, "n_positions": 2**31}.items():
             if not 1 <= getattr(self, name) <= limit:
                 raise ValueError(f"{name} must be from 1 to {limit:,}, got {getattr(self, name)}")
-        check_choice("positions", self.positions, HAS_TABLE)
         check_choice("activation", self.activation, APPROXIMATE)
         check_layer(self)
         if not 0 <= self.dropout < 1:
@@ -76,13 +76,23 @@ class GPTConfig:
         self._check_attention()
 
     def _check_attention(self):
-        """Raise ValueError unless `attention` names attentions, as a pattern that divides n_layer, that take `gate`."""
-        names = attention_pattern(self.attention, self.n_layer)
-        self.attention = ",".join(names)
-        if len(names) == 1:
-            ATTENTIONS[self.attention].choose_gate(self)
+        """Choose what is "auto", and raise ValueError unless the layers' attentions take the other settings."""
+        names = layer_pattern("attention", self.attention, ATTENTIONS, self.n_layer)
+        positions = layer_pattern("positions", self.positions, ("auto", *POSITIONS), self.n_layer)
+        self.attention, self.positions = ",".join(names), ",".join(positions)
+        if len(names) == len(positions) == 1:
+            ATTENTIONS[self.attention].choose_settings(self)
             return
-        layers = [self.layer(i) for i in range(len(names))]  # which checks each of them
+        layers = [self.layer(i) for i in range(math.lcm(len(names), len(positions)))]  # which chooses and checks
+        places = [layer.positions for layer in layers]
+        if "auto" in positions:
+            self.positions = ",".join(places if len({*places}) > 1 else places[:1])
+        if "learned" in places and len({*places}) > 1:
+            raise ValueError(f"positions=learned is a table for all layers, got positions={self.positions}")
+        leading = next((layer for layer in layers if layer.gate == "learned"), layers[0])
+        for name in RECIPE:
+            if getattr(self, name) == "auto":
+                setattr(self, name, getattr(leading, name))
         if self.gate not in {"auto", *(layer.gate for layer in layers)}:
             raise ValueError(f"no layer of attention={self.attention} takes gate={self.gate}: use gate=auto")
         if self.window and not any(layer.window for layer in layers):
@@ -90,13 +100,14 @@ class GPTConfig:
             raise ValueError(f"{attention} has a window, got window={self.window}: only softmax has one")
 
     def layer(self, i):
-        """Return the GPTConfig of layer i: one attention and, if that has them, this config's `gate` and `window`."""
-        if "," not in self.attention:
+        """Return the GPTConfig of layer i: one attention and its positions, `gate` and `window` if it has them."""
+        if "," not in self.attention + self.positions:
             return self
-        names = self.attention.split(",")
+        names, positions = self.attention.split(","), self.positions.split(",")
         name = names[i % len(names)]
         gate = "auto" if ATTENTIONS[name].gates == ("none",) else self.gate
-        return replace(self, attention=name, gate=gate, window=self.window if ATTENTIONS[name].windows else 0)
+        window = self.window if ATTENTIONS[name].windows else 0
+        return replace(self, attention=name, positions=positions[i % len(positions)], gate=gate, window=window)
 
     @property
     def gated(self):

@@ -39,30 +39,35 @@ __all__ = [
 ]  # fmt: skip
 
 
-def attention_pattern(attention, n_layer):
-    """Return the names in `attention`, with commas between, of the layers in turn.
+def layer_pattern(setting, text, choices, n_layer):
+    """Return the names in `text`, the value of a setting, with commas between, of the layers in turn.
 
-    Raises ValueError if one of them is no attention, or if their number does not divide n_layer.
+    Raises ValueError if one of them is not among the choices, or if their number does not divide n_layer.
     """
-    names = [name.strip() for name in attention.split(",")]
+    names = [name.strip() for name in text.split(",")]
     for name in names:
-        check_choice("attention", name, ATTENTIONS)
+        check_choice(setting, name, choices)
     if n_layer % len(names):
         nearest = max(1, round(n_layer / len(names))) * len(names)
         raise ValueError(
-            f"attention has a pattern of {len(names)} layers, which does not divide n_layer={n_layer}: "
+            f"{setting} has a pattern of {len(names)} layers, which does not divide n_layer={n_layer}: "
             f"n_layer={nearest} would do"
         )
     return names
 
 
-def position_schemes(names):
-    """Return a line that says where the layers of these attentions (a list of names) get their positions from, or "" if
-    all have the same source."""
-    rotating = [name for name in dict.fromkeys(names) if ATTENTIONS[name].rotates]
-    still = [name for name in dict.fromkeys(names) if name not in rotating]
+def position_schemes(layers):
+    """Return a line that says where layers (a list of GPTConfigs) get their positions from, or "" if all have the same
+    source."""
+    rotating = list(dict.fromkeys(layer.attention for layer in layers if rotates(layer)))
+    still = list(dict.fromkeys(layer.attention for layer in layers if not rotates(layer)))
     if not rotating or not still:
         return ""
     own = [name for name in still if "position_embedding" in vars(ATTENTIONS[name])]
     embedding = f"; all layers see the position embedding of {own[0]} before the first layer" if own else ""
     return f"{', '.join(rotating)} layers rotate q and k; {', '.join(still)} layers do not{embedding}"
+
+
+def rotates(layer):
+    """Return True if a layer of this GPTConfig rotates q and k by their positions."""
+    return ATTENTIONS[layer.attention].rotates and layer.positions == "rotary"

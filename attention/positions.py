@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from .operator.forms import accumulation_dtype, without_autocast
 from .state import State
 
-HAS_TABLE = {"rotary": False, "learned": True}  # for each value of the setting positions
+POSITIONS = "rotary", "none", "learned"  # without any, order comes from gates and a convolution
 
 # ---- a learned table
 
@@ -69,7 +69,7 @@ class TooLong(ValueError):
 
 def most_tokens(config):
     """Return the most tokens that a model of this GPTConfig can read, inf if there is no limit."""
-    return config.n_positions if HAS_TABLE[config.positions] else math.inf
+    return config.n_positions if config.positions == "learned" else math.inf
 
 
 def check_length(config, tokens, text="a text"):

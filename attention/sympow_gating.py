@@ -17,6 +17,12 @@ class SympowGating(Sympow):
     splits_context = True
 
     @classmethod
+    def recipe(cls, config):
+        if config.gate != "learned":
+            return super().recipe(config)
+        return dict(positions="none", gate_bias=3.0, convolution=4, output_gate=True)
+
+    @classmethod
     def check(cls, config):
         if config.gate == "none":
             raise ValueError("attention=sympow_gating with gate=none is attention=sympow: use that")

@@ -22,11 +22,13 @@ from torch import nn
 from .. import check_choice
 from .operator.arguments import check_form, check_power
 from .operator.memory import cached_bytes
-from .positions import HAS_TABLE, LearnedPosition
+from .positions import LearnedPosition
 from .rotary import rotate, rotation_of
 from .state import LayerState, count_positions
 
 MOST_CONVOLVED = 64  # tokens of a convolution, which adds them up one after another
+# what settings that are "auto" are for most attentions (see Variant.recipe), and were before they could be "auto"
+RECIPE = dict(positions="rotary", gate_bias=6.9, convolution=0, output_gate=False)
 
 
 def splits_context(variant):
@@ -60,6 +62,17 @@ def check_layer(config):
         raise ValueError(f"{odd}; it is n_embd / n_head if it is not given")
     if config.n_head % config.n_kv_head:
         raise ValueError(f"n_head must be a multiple of n_kv_head, got {config.n_head} and {config.n_kv_head}")
+    check_power(config.p)
+    check_form(config.form, None)
+    if config.chunk_size < 0:
+        raise ValueError(f"chunk_size must be positive, or 0 to choose it, got {config.chunk_size}")
+    if not 1 < config.rope_base < math.inf:
+        raise ValueError(f"rope_base must be above 1 and finite, got {config.rope_base}")
+    check_choice("gate", config.gate, ("auto", "learned", "fixed", "none"))
+
+
+def check_recipe(config):
+    """Raise ValueError for settings around an attention, which are chosen, that no attention takes."""
     for name, none in dict(window="all", convolution="none").items():
         n = getattr(config, name)
         if type(n) is not int or n < 0 or n == 1:
@@ -68,15 +81,8 @@ def check_layer(config):
         raise ValueError(f"convolution must be at most {MOST_CONVOLVED} tokens, got {config.convolution}")
     if type(config.output_gate) is not bool:
         raise ValueError(f"output_gate must be True or False, got {config.output_gate!r}")
-    check_power(config.p)
-    check_form(config.form, None)
-    if config.chunk_size < 0:
-        raise ValueError(f"chunk_size must be positive, or 0 to choose it, got {config.chunk_size}")
-    if not 1 < config.rope_base < math.inf:
-        raise ValueError(f"rope_base must be above 1 and finite, got {config.rope_base}")
-    if not math.isfinite(config.gate_bias):
-        raise ValueError(f"gate_bias must be finite, got {config.gate_bias}")
-    check_choice("gate", config.gate, ("auto", "learned", "fixed", "none"))
+    if type(config.gate_bias) not in (int, float) or not math.isfinite(config.gate_bias):
+        raise ValueError(f"gate_bias must be a finite number, got {config.gate_bias!r}")
 
 
 class Variant(nn.Module):
@@ -110,10 +116,20 @@ class Variant(nn.Module):
         """Raise ValueError for settings of the model that this attention does not take, before anything is built."""
 
     @classmethod
-    def choose_gate(cls, config):
-        """Set config.gate where it is "auto", and raise ValueError for settings that this attention does not take."""
+    def recipe(cls, config):
+        """Return {name: value} of the settings in RECIPE, for a GPTConfig whose gate is chosen: what this attention
+        learns best with, which "auto" stands for."""
+        return RECIPE
+
+    @classmethod
+    def choose_settings(cls, config):
+        """Set what is "auto" in config, and raise ValueError for settings that this attention does not take."""
         if config.gate == "auto":
             config.gate = cls.gates[0]
+        for name, value in cls.recipe(config).items():
+            if getattr(config, name) == "auto":
+                setattr(config, name, value)
+        check_recipe(config)
         cls.check(config)
         if config.gate not in cls.gates:
             takes = "has no gates" if cls.gates == ("none",) else f"takes gate={' or '.join(cls.gates)}"
@@ -132,7 +148,7 @@ class Variant(nn.Module):
         that has decodes_on_kernels = "heinsen" (see above) has a linear layer `dense` with a bias, from n_embd to 2
         n_embd, and a State of one tensor, log x [B, n_embd]; with "learned" it is a LearnedPosition.
         """
-        return LearnedPosition(config.n_positions, config.n_embd) if HAS_TABLE[config.positions] else None
+        return LearnedPosition(config.n_positions, config.n_embd) if config.positions == "learned" else None
 
     @classmethod
     def output_layer(cls, config):
@@ -170,9 +186,9 @@ class Variant(nn.Module):
 
     def rotate(self, qkv, positions):
         """Return what `split` does, but q and k rotated by the positions [T] or [B, T] float64 of their tokens. In a
-        model with positions=learned they are as they are."""
+        layer with positions=learned or none they are as they are."""
         q, k, v = self.split(qkv)
-        if not HAS_TABLE[self.config.positions]:
+        if self.config.positions == "rotary":
             factors = rotation_of(q, positions, self.rope_base)
             q, k = (rotate(x, *factors) for x in (q, k))
         return q, k, v

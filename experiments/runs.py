@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import torch
 
 from sympow.attention import ATTENTIONS
+from sympow.attention.variant import RECIPE
 from sympow.code import short_hash
 from sympow.compare import read_losses
 from sympow.data import DataError
@@ -65,7 +66,8 @@ class Run:
     def find(self, records):
         """Return the record with these settings on this dataset, or None."""
         for record in records.values():
-            if record["settings"] == self.settings and record["corpus"]["name"] == os.path.basename(self.dataset):
+            same = RECIPE | record["settings"] == RECIPE | self.settings  # older records have fewer settings
+            if same and record["corpus"]["name"] == os.path.basename(self.dataset):
                 return record
 
 
@@ -86,7 +88,7 @@ class Size:
 
     def new_model(self, name, measures, **settings):
         """Return the Run of a new model that is only measured."""
-        return Run(name, self.dataset, self.model | settings, measures)
+        return Run(name, self.dataset, RECIPE | self.model | settings, measures)
 
     def run(self, name, context, steps=0, measures={}, **settings):
         """Return the Run at this context for so many steps (of size small), or without steps for `seconds`."""

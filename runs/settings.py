@@ -17,6 +17,7 @@ import re
 import runpy
 from dataclasses import fields
 from functools import cache, partial
+from typing import get_args
 
 from sympow import check_choice, did_you_mean
 from sympow.runs.program import Parser, refuse
@@ -25,6 +26,7 @@ BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 NANOGPT_KEYS = {"eval_iters": "eval_tokens", "lr": "learning_rate"}  # to which another key may be closer
 UNITS = {"eval_iters": " (eval_iters x batch_size x block_size)"}  # what a key comes to in the unit of ours
 KINDS = {bool: "True or False", int: "a whole number below 2^63", float: "a finite number"}
+KINDS |= {kind | str: f"{words}, or auto" for kind, words in KINDS.items()}
 # a field of a dataclass with the comment behind it, or a comment that is the title of the fields below
 FIELD = re.compile(r"^    (?:(\w+): .*?(?:  # (.*))?|# (.*))$", re.MULTILINE)
 
@@ -89,7 +91,7 @@ def _refuse_key(key, known, source):
 
 def _add_setting(group, field, comment):
     """Add a field of a dataclass to the options of a parser; a bool may stand without a value."""
-    bare = {"nargs": "?", "const": True} if field.type is bool else {}
+    bare = {"nargs": "?", "const": True} if field.type in (bool, bool | str) else {}
     convert_text = partial(convert, field.name, field.type)
     comment = comment.replace("%", "%%")
     group.add_argument(f"--{field.name}", type=convert_text, metavar=str(field.default), help=comment, **bare)
@@ -100,9 +102,14 @@ def _schedule_of_decay_lr(text):
 
 
 def convert(name, kind, text):
-    """Return a text as a value of `kind` (int, float, bool or str), or refuse it as the value of this setting."""
-    if kind is str:
+    """Return a text as a value of `kind` (int, float, bool or str), or refuse it as the value of this setting.
+
+    A kind such as int | str is a number or "auto".
+    """
+    if kind is str or (kind not in (int, float, bool) and text == "auto"):
         return text
+    allowed = KINDS[kind]
+    kind = get_args(kind)[0] if get_args(kind) else kind
     try:
         if kind is bool:
             return BOOLS[text.lower()]
@@ -111,7 +118,7 @@ def convert(name, kind, text):
             raise ValueError
         return kind(number)
     except (ValueError, KeyError, OverflowError):
-        refuse(f"{name} must be {KINDS[kind]}, got {text!r}")
+        refuse(f"{name} must be {allowed}, got {text!r}")
 
 
 def _expand_files(argv, types):
@@ -129,7 +136,7 @@ def _expand_files(argv, types):
             arguments.append("--" + key + equals + value)
             kind = None if equals else types.get(key, str)
             continue
-        if kind and (kind is not bool or argument.lower() in BOOLS):
+        if kind and (kind not in (bool, bool | str) or argument.lower() in {*BOOLS, "auto"}):
             arguments.append(argument)
         elif argument.endswith(".py"):
             for key, value in _read_file(argument).items():
@@ -163,8 +170,13 @@ def fields_of(cls, values):
 
 
 def with_defaults(cls, saved):
-    """Return saved values of a dataclass with the defaults of the fields that it has got since."""
-    return {field.name: field.default for field in fields(cls)} | saved
+    """Return saved values of a dataclass with the defaults of the fields that it has got since.
+
+    What is "auto" by default was in RECIPE when it was not saved.
+    """
+    from sympow.attention.variant import RECIPE
+
+    return {field.name: RECIPE.get(field.name, field.default) for field in fields(cls)} | saved
 
 
 TRAIN_RANGES = [  # of train.py's settings, for check_ranges

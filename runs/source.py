@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from sympow.attention import ATTENTIONS
+from sympow.attention.variant import RECIPE
 from sympow.code import warn_of_changes
 from sympow.data import describe_error, need
 from sympow.data.files import read_json
@@ -31,7 +32,7 @@ from sympow.model import GPTConfig
 from sympow.runs import checkpoint
 from sympow.runs.parts import Tensors, compare_shapes, own_rows, read_shapes, shapes_of
 from sympow.runs.processes import warn
-from sympow.runs.settings import fields_of, from_launcher
+from sympow.runs.settings import fields_of, from_launcher, with_defaults
 from sympow.runs.starts import last_code
 
 HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
@@ -166,7 +167,7 @@ def choose_model(cfg, arguments, dataset, saved):
     arguments: the settings that were given by name, which replace the source's. saved: the settings with which the run
     began, if it goes on; it needs its source no more. Raises ValueError for settings or weights that do not fit.
     """
-    source, settings = None, {}
+    source, settings = None, {name: saved["model"][name] for name in RECIPE} if saved else {}
     if cfg.init_from not in ("auto", "scratch"):
         source = None if saved else open_source(cfg.init_from, dataset)
         settings = dict(saved["model"] if saved else source.model)
@@ -230,8 +231,9 @@ def exported_settings(config, path):
     """
     warn_of_changes(f"{path} was trained with", config.get("code"))
     try:
-        GPTConfig(**config["model"])
-        return config["model"]
+        model = with_defaults(GPTConfig, config["model"])
+        GPTConfig(**model)
+        return model
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"config.json in {path} is not of a model of this version: {error}") from None
 
@@ -251,7 +253,7 @@ def gpt2_settings(config, path):
     if differences:
         names = ", ".join(f"{name}={value}" for name, value in differences.items())
         raise ValueError(f"{path} is not GPT-2 as this model can be it: its config.json has {names}")
-    return {**sizes, **GPT2, "activation": ACTIVATIONS[activation]}
+    return {**RECIPE, **sizes, **GPT2, "activation": ACTIVATIONS[activation]}
 
 
 def check_tokens(folder, config, dataset, path):

@@ -8,6 +8,7 @@ try:
     from sympow.attention.operator.sequences import sequence_lengths, sequence_starts
     from sympow.code import warn_of_changes
     from sympow.model import GPT, GPTConfig
+    from sympow.runs.settings import with_defaults
     from sympow.transformers import StateLayer, document_starts
 except ImportError as error:
     message = "this model needs the package sympow 0.1.0: run `pip install .` in a clone of its repository"
@@ -38,7 +39,7 @@ class SympowConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     def __init__(self, model=None, use_cache=True, **kwargs):
-        self.model, self.use_cache = model or {}, use_cache
+        self.model, self.use_cache = with_defaults(GPTConfig, model) if model else {}, use_cache
         try:
             gpt = GPTConfig(**self.model)
         except TypeError as error:  # a setting that this package does not have
