@@ -14,6 +14,7 @@ from statistics import fmean
 import torch
 
 from sympow.attention.operator.memory import generation_bytes
+from sympow.attention.variant import RECIPE
 from sympow.experiments.report import (
     Entry,
     Panel,
@@ -163,7 +164,7 @@ def memory_cell(entry, lengths):
     For a moment it needs more: a cache that is moved into a state takes as much as the state.
     """
     with torch.device("meta"):
-        model = GPT(GPTConfig(**fields_of(GPTConfig, entry.record["settings"])))
+        model = GPT(GPTConfig(**RECIPE | fields_of(GPTConfig, entry.record["settings"])))
     state = model.empty_state(1)
     sizes = []
     for tokens in lengths:

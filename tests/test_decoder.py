@@ -275,7 +275,7 @@ def test_a_state_beyond_32_bits_is_refused():
 @torch.inference_mode()
 def test_the_state_is_counted():
     """Two layers; for two sequences and heads, 9 tokens of 16: keys, values and the gates' sums; counters."""
-    _, decoder = start(tiny(**VARIANTS["gated"]), 2, 5)
+    _, decoder = start(tiny(**VARIANTS["gated"], convolution=0), 2, 5)
     assert decoder.bytes() == 2 * (2 * 2 * 9 * (2 * 16 * 4 + 12) + 2 * 8)
 
 

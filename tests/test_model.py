@@ -66,7 +66,7 @@ def test_reading_in_pieces_and_token_by_token_equals_reading_at_once(attention, 
 
 @pytest.mark.parametrize("attention,gate", POWER)
 def test_memory_of_a_state_is_bounded(attention, gate):
-    model = tiny(attention, gate)
+    model = tiny(attention, gate, convolution=0)
     state, sizes = model.empty_state(1), []
     with torch.no_grad():
         for _ in range(400):
