@@ -85,8 +85,7 @@ class GPTConfig:
             return
         layers = [self.layer(i) for i in range(math.lcm(len(names), len(positions)))]  # which chooses and checks
         places = [layer.positions for layer in layers]
-        if "auto" in positions:
-            self.positions = ",".join(places if len({*places}) > 1 else places[:1])
+        self.positions = ",".join(places if len({*places}) > 1 else places[:1])
         if "learned" in places and len({*places}) > 1:
             raise ValueError(f"positions=learned is a table for all layers, got positions={self.positions}")
         leading = next((layer for layer in layers if layer.gate == "learned"), layers[0])

@@ -17,6 +17,7 @@ from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
 from .heinsen import Heinsen, LogState, heinsen_attention
 from .operator.forms import PowerState
+from .positions import POSITIONS
 from .power import power_attention, power_attention_sums
 from .softmax import Softmax
 from .sympow import Sympow
@@ -70,4 +71,4 @@ def position_schemes(layers):
 
 def rotates(layer):
     """Return True if a layer of this GPTConfig rotates q and k by their positions."""
-    return ATTENTIONS[layer.attention].rotates and layer.positions == "rotary"
+    return ATTENTIONS[layer.attention].rotates and POSITIONS[layer.positions]

@@ -28,7 +28,9 @@ from torch.nn import functional as F
 from .operator.forms import accumulation_dtype, without_autocast
 from .state import State
 
-POSITIONS = "rotary", "none", "learned"  # without any, order comes from gates and a convolution
+# For each value of the setting positions, True if q and k are rotated. With none, order comes from gates and the
+# convolution.
+POSITIONS = {"rotary": True, "none": False, "learned": False}
 
 # ---- a learned table
 

@@ -15,14 +15,14 @@ State itself has the last three.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from torch import nn
 
 from .. import check_choice
 from .operator.arguments import check_form, check_power
 from .operator.memory import cached_bytes
-from .positions import LearnedPosition
+from .positions import POSITIONS, LearnedPosition
 from .rotary import rotate, rotation_of
 from .state import LayerState, count_positions
 
@@ -39,6 +39,14 @@ def splits_context(variant):
 def decoding_kernels(part):
     """Return `decodes_on_kernels` of the class of a Variant or position embedding itself, "" if it has none."""
     return vars(type(part)).get("decodes_on_kernels", "")
+
+
+def with_defaults(cls, saved):
+    """Return saved settings of a model, fields of the dataclass cls, with defaults of the fields that it has got since.
+
+    What is "auto" by default now is in RECIPE what it was before.
+    """
+    return {field.name: RECIPE.get(field.name, field.default) for field in fields(cls)} | saved
 
 
 def check_layer(config):
@@ -188,7 +196,7 @@ class Variant(nn.Module):
         """Return what `split` does, but q and k rotated by the positions [T] or [B, T] float64 of their tokens. In a
         layer with positions=learned or none they are as they are."""
         q, k, v = self.split(qkv)
-        if self.config.positions == "rotary":
+        if POSITIONS[self.config.positions]:
             factors = rotation_of(q, positions, self.rope_base)
             q, k = (rotate(x, *factors) for x in (q, k))
         return q, k, v

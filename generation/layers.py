@@ -24,6 +24,7 @@ import torch
 from sympow.attention.embedding import symmetric_power_dim
 from sympow.attention.heinsen import LOG_VALUE_BOUND
 from sympow.attention.operator.heinsen_forms import IS_LOG
+from sympow.attention.positions import POSITIONS
 from sympow.attention.rotary import rotation_rates
 from sympow.attention.softmax import WINDOW_SPARE
 from sympow.attention.state import LayerState
@@ -109,7 +110,7 @@ class CachedLayer:
         self.p, self.switch_over, self.power = mix.p, state.switch_over, None
         self.convolution = Convolution(buffers, weights.convolution, state)
         rates = rotation_rates(c.head_dim, mix.rope_base, buffers.device)
-        rates *= mix.config.positions == "rotary"  # a rate of 0 leaves queries and keys as they are
+        rates *= POSITIONS[mix.config.positions]  # a rate of 0 leaves queries and keys as they are
         self.place = decode_qkv.Position(state.position, rates, buffers.rotation, weights.beta)
         self.allocate(state, tokens_left)
 

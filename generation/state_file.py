@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sympow.attention.state import CACHED, ModelState
+from sympow.attention.variant import with_defaults
 from sympow.code import record_code, warn_of_changes
 from sympow.data.files import whole_file
 from sympow.model import GPTConfig
-from sympow.runs.settings import with_defaults
 
 VERSION = "1"
 MIXED = "logits", "conv_inputs", *CACHED  # in the dtype of matrix products, which another device has otherwise

@@ -30,6 +30,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from sympow.attention.variant import with_defaults
 from sympow.data import DataError
 from sympow.data.files import flush_to_disk, read_json, sha256_of, write_json
 from sympow.data.huggingface import one_line
@@ -45,7 +46,6 @@ from sympow.runs.parts import (
     save_part,
     shapes_of,
 )
-from sympow.runs.settings import with_defaults
 from sympow.training.stages import final_context
 
 VERSION = 1  # of config.json and progress.json; files of another version are refused

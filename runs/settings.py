@@ -169,16 +169,6 @@ def fields_of(cls, values):
     return {field.name: values[field.name] for field in fields(cls) if field.name in values}
 
 
-def with_defaults(cls, saved):
-    """Return saved values of a dataclass with the defaults of the fields that it has got since.
-
-    What is "auto" by default was in RECIPE when it was not saved.
-    """
-    from sympow.attention.variant import RECIPE
-
-    return {field.name: RECIPE.get(field.name, field.default) for field in fields(cls)} | saved
-
-
 TRAIN_RANGES = [  # of train.py's settings, for check_ranges
     (
         "batch_size block_size tokens_per_step max_iters eval_interval eval_tokens log_interval max_skipped "

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from sympow.attention import ATTENTIONS
-from sympow.attention.variant import RECIPE
+from sympow.attention.variant import RECIPE, with_defaults
 from sympow.code import warn_of_changes
 from sympow.data import describe_error, need
 from sympow.data.files import read_json
@@ -32,7 +32,7 @@ from sympow.model import GPTConfig
 from sympow.runs import checkpoint
 from sympow.runs.parts import Tensors, compare_shapes, own_rows, read_shapes, shapes_of
 from sympow.runs.processes import warn
-from sympow.runs.settings import fields_of, from_launcher, with_defaults
+from sympow.runs.settings import fields_of, from_launcher
 from sympow.runs.starts import last_code
 
 HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}

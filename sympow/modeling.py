@@ -6,9 +6,9 @@ export.py copies this file into the folder as modeling_sympow.py. It needs the p
 try:
     from sympow import check_choice
     from sympow.attention.operator.sequences import sequence_lengths, sequence_starts
+    from sympow.attention.variant import with_defaults
     from sympow.code import warn_of_changes
     from sympow.model import GPT, GPTConfig
-    from sympow.runs.settings import with_defaults
     from sympow.transformers import StateLayer, document_starts
 except ImportError as error:
     message = "this model needs the package sympow 0.1.0: run `pip install .` in a clone of its repository"

@@ -161,7 +161,7 @@ def test_a_start_keeps_what_makes_its_code_again(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "attention,name,value",
     [
-        ("softmax", "activation", "relu"), ("sympow", "positions", "none"), ("sympow_gating", "gate", "slow"),
+        ("softmax", "activation", "relu"), ("sympow", "positions", "alibi"), ("sympow_gating", "gate", "slow"),
         ("heinsen", "values", "root"), ("heinsen", "residual", "none"), ("adaptive_power", "adaptive", "steps"),
     ],
 )  # fmt: skip
