@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import torch
+
 
 def projected_heads(config):
     """Return how many heads c_attn computes for q, for k, for v and, if there is one, for the output's gate."""
@@ -19,11 +21,19 @@ def mix_tokens(layer, x, heads, resets, state):
     if layer.conv is not None:
         recent = state and state.conv_inputs
         inputs = state and layer.conv.last_inputs(qkv, resets, recent)
-        qkv = layer.conv(qkv, resets, recent)
+        context = layer.mix.context if state is None else None
+        qkv = convolve_in_context(layer.conv, qkv, resets, context) if context else layer.conv(qkv, resets, recent)
     y, state = layer.mix(x, qkv, resets, state)
     if inputs is not None:
         state = replace(state, conv_inputs=inputs)
     return y if gate is None else layer.output_gate(y, gate), state
+
+
+def convolve_in_context(conv, qkv, resets, context):
+    """Return conv(qkv, resets) of this rank's tokens of sequences that the ranks of a Context share."""
+    n = len(conv.weight) - 1
+    before = None if resets is None else context.tokens_before(resets.to(torch.int32), n).bool()
+    return context.join(conv(context.split(qkv), context.split(resets), context.tokens_before(qkv, n), before))
 
 
 def split_heads(layer, heads):

@@ -195,9 +195,6 @@ def check_context(cfg, model_cfg, contexts):
         return
     if model_cfg.positions == "learned":
         raise ValueError(f"positions=learned cannot be spread over context_parallel={size} ranks")
-    if model_cfg.convolution:
-        number = model_cfg.convolution
-        raise ValueError(f"convolution={number} cannot be spread over context_parallel={size} ranks: use convolution=0")
     if model_cfg.form == "recurrent":
         raise ValueError("form=recurrent cannot be spread over ranks: use form=auto, chunked or quadratic")
     for layer in map(model_cfg.layer, range(model_cfg.n_layer)):
