@@ -352,26 +352,6 @@ def wrong_in_a_state(path, value):
     return path[0] not in ("run", "model", "code") and not has_default and value != 10**12
 
 
-def test_a_state_from_before_a_setting_of_the_model_has_its_default(tmp_path, monkeypatch):
-    file, describe_model = str(tmp_path / "read.state"), state_file.describe_model
-
-    def without_window(model):
-        description = describe_model(model)
-        del description["model"]["window"]
-        return description
-
-    for window in (0, 8):
-        model = small("softmax", window=window)
-        with monkeypatch.context() as patch:
-            patch.setattr(state_file, "describe_model", without_window)
-            save(model, [256, 10], file)
-        if window:
-            with pytest.raises(ValueError, match="another model: window=0 there, 8 here"):
-                state_file.load_state(file, model)
-        else:
-            state_file.load_state(file, model)
-
-
 @pytest.mark.parametrize("version", [None, "0", "2"])
 def test_a_state_of_another_version_is_refused_by_its_name(version, tmp_path):
     model, file = small("sympow_gating"), str(tmp_path / "read.state")

@@ -32,7 +32,6 @@ from sympow.attention import ATTENTIONS
 from sympow.attention.operator import check, dispatch
 from sympow.training import batches
 from sympow.data import progress
-from sympow.data.files import read_json, sha256_of, write_json
 from sympow.runs import checkpoint, display, machine, settings
 from sympow.runs.processes import Ranks
 
@@ -75,23 +74,6 @@ def test_an_attention_that_does_not_generate_trains_without_samples(go, monkeypa
     assert go("--attention=sympow", "--out_dir=out/a", "--sample_tokens=0") == 0
     with pytest.raises(AssertionError, match="it does not generate"):
         go("--attention=sympow", "--out_dir=out/b", "--sample_tokens=10")
-
-
-def test_a_run_from_before_a_field_of_the_model_goes_on_with_its_default(go, capsys):
-    assert go("--out_dir=out/a", "--max_iters=3") == 0
-    progress_file, sums = (f"out/a/ckpt/step_00000003/{name}.json" for name in ("progress", "checksums"))
-    for path in ("out/a/config.json", progress_file):
-        contents = read_json(path)
-        assert contents["model"].pop("window") == 0
-        write_json(path, contents)
-    entry = {"bytes": os.path.getsize(progress_file), "sha256": sha256_of(progress_file)}
-    write_json(sums, read_json(sums) | {"progress.json": entry})
-    assert go("--out_dir=out/a", "--window=8") == 2
-    assert "was trained with window=0, now window=8" in capsys.readouterr().err
-    assert go("--out_dir=out/a", "--max_iters=3") == 0  # writes config.json with the field, and no checkpoint
-    assert go("--out_dir=out/b", "--init_from=out/a", "--max_iters=1") == 0
-    assert go("--out_dir=out/a") == 0
-    assert list(metrics("out/a")) == list(range(1, 7))
 
 
 def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(go, capsys):
