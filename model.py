@@ -88,12 +88,14 @@ class GPTConfig:
         self.positions = ",".join(places if len({*places}) > 1 else places[:1])
         if "learned" in places and len({*places}) > 1:
             raise ValueError(f"positions=learned is a table for all layers, got positions={self.positions}")
-        leading = next((layer for layer in layers if layer.gate == "learned"), layers[0])
+        leading = next((layer for layer in layers if ATTENTIONS[layer.attention].recipe(layer) != RECIPE), layers[0])
         for name in RECIPE:
             if getattr(self, name) == "auto":
                 setattr(self, name, getattr(leading, name))
         if self.gate not in {"auto", *(layer.gate for layer in layers)}:
             raise ValueError(f"no layer of attention={self.attention} takes gate={self.gate}: use gate=auto")
+        if len(names) == 1:
+            self.gate = layers[0].gate
         if self.window and not any(layer.window for layer in layers):
             attention = f"no layer of attention={self.attention}"
             raise ValueError(f"{attention} has a window, got window={self.window}: only softmax has one")

@@ -57,13 +57,13 @@ def layer_pattern(setting, text, choices, n_layer):
     return names
 
 
-def position_schemes(layers):
-    """Return a line that says where layers (a list of GPTConfigs) get their positions from, or "" if all have the same
-    source."""
+def position_schemes(config):
+    """Return a text that says where the layers of a GPTConfig get their positions from, or "" if all rotate."""
+    layers = [config.layer(i) for i in range(config.n_layer)]
     rotating = list(dict.fromkeys(layer.attention for layer in layers if rotates(layer)))
     still = list(dict.fromkeys(layer.attention for layer in layers if not rotates(layer)))
-    if not rotating or not still:
-        return ""
+    if not rotating or not still or {*rotating} & {*still}:
+        return "" if config.positions == "rotary" else f"positions={config.positions}"
     own = [name for name in still if "position_embedding" in vars(ATTENTIONS[name])]
     embedding = f"; all layers see the position embedding of {own[0]} before the first layer" if own else ""
     return f"{', '.join(rotating)} layers rotate q and k; {', '.join(still)} layers do not{embedding}"

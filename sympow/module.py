@@ -6,27 +6,29 @@ from .layers.mixing import mix_tokens
 from .layers.norm import norm_linear
 
 SETTINGS = (  # of GPTConfig that a layer takes
-    "n_kv_head head_dim convolution output_gate window p gate gate_bias form chunk_size adaptive p_min p_max rope_base"
-    " bias"
+    "n_kv_head head_dim positions convolution output_gate window p gate gate_bias form chunk_size adaptive p_min p_max"
+    " rope_base bias"
 ).split()
 
 
 class Attention(model.Attention):
-    """Causal self-attention with rotary positions: projections, one of the attentions, and an output projection.
+    """Causal self-attention: projections, one of the attentions, and an output projection.
 
-    Raises ValueError for settings that do not fit. They have the defaults of GPTConfig in model.py:
+    Raises ValueError for settings that do not fit. They have the defaults of GPTConfig in model.py; with auto each
+    attention has what it learns best with, for sympow_gating with learned gates the values given below:
 
     n_embd         width of x and y
     n_head         query heads
     attention      softmax, even_power, sympow, sympow_gating, conformal_sympow or adaptive_power
     n_kv_head      key/value heads, shared by groups of query heads; 0: n_head
     head_dim       width of a head; 0: n_embd / n_head
+    positions      rotary: q and k are rotated; none: they are not; auto: none, for others rotary
     p              the power, even: 2
     gate           learned or fixed for sympow_gating; learned, fixed or none for conformal_sympow; auto: learned
-    gate_bias      a fresh learned gate is sigmoid(gate_bias): 6.9
+    gate_bias      a fresh learned gate is sigmoid(gate_bias); auto: 3.0, for others 6.9
     window         of softmax: how many tokens each token sees, itself among them; 0: all before it
-    convolution    tokens of a convolution over q, k and v before attention; 0: none
-    output_gate    True: normalise attention's output, and multiply it by a learned gate
+    convolution    tokens of a convolution over q, k and v before attention, 0: none; auto: 4, for others 0
+    output_gate    True: normalise attention's output, and multiply it by a learned gate; auto: True, for others False
     form           quadratic, chunked, recurrent or auto: how the sympow variants are computed in training
     chunk_size     tokens a chunk in the chunked form; 0: chosen from p and head_dim
     adaptive       of adaptive_power: continuous (|q.k|^p(x)) or mixture (of even powers, linear in the length)
@@ -41,6 +43,7 @@ class Attention(model.Attention):
         check_choice("attention", attention, ATTENTIONS)
         for name in settings:
             check_choice("a setting", name, SETTINGS)
+        check_choice("positions", settings.get("positions", "auto"), ("auto", "rotary", "none"))
         super().__init__(model.GPTConfig(n_embd=n_embd, n_head=n_head, attention=attention, **settings))
 
     def forward(self, x, resets=None, state=None):

@@ -22,6 +22,8 @@ class Example:
     # texts
     compile: str = "auto"  # how
     pack: bool = False
+    convolution: int | str = "auto"
+    output_gate: bool | str = "auto"
     secret: int = 0
 
 
@@ -56,6 +58,8 @@ def test_texts_become_the_fields_types():
     assert settings == {"learning_rate": 1.0, "batch_size": 1000, "pack": True, "compile": "False"}
     assert type(settings["learning_rate"]) is float and type(settings["batch_size"]) is int
     assert read("--pack", "--compile", "a b")[0] == {"pack": True, "compile": "a b"}
+    assert read("--output_gate", "--convolution=4")[0] == {"convolution": 4, "output_gate": True}
+    assert read("--convolution", "auto", "--output_gate", "auto")[0] == {"convolution": "auto", "output_gate": "auto"}
     assert read("--batch_size=-5", "--compile=")[0] == {"batch_size": -5, "compile": ""}
 
 
@@ -81,6 +85,9 @@ def refusal(capsys, *argv):
         (["--batch_size=1e30"], "batch_size must be a whole number below 2^63, got '1e30'"),
         (["--batch_size=9223372036854775808"], "batch_size must be a whole number below 2^63"),
         (["--pack=maybe"], "pack must be True or False, got 'maybe'"),
+        (["--pack", "auto"], "pack must be True or False, got 'auto'"),
+        (["--output_gate=maybe"], "output_gate must be True or False, or auto, got 'maybe'"),
+        (["--convolution=2.5"], "convolution must be a whole number below 2^63, or auto, got '2.5'"),
         (["--batch_size"], "argument --batch_size: expected one argument"),
         (["config/nothing.py"], "no config file config/nothing.py"),
         (["config/demoo.py"], "no config file config/demoo.py: did you mean config/demo.py?"),
@@ -129,7 +136,7 @@ def test_other_programs_take_paths_from_home_too(tmp_path, monkeypatch):
 @pytest.mark.parametrize("cls", [train.TrainConfig, GPTConfig])
 def test_no_number_of_a_run_may_be_infinite_or_nan(cls, capsys):
     for field in fields(cls):
-        for value in ("nan", "inf", "-inf") if field.type in (int, float) else ():
+        for value in ("nan", "inf", "-inf") if field.type in (int, float, int | str, float | str) else ():
             with pytest.raises(SystemExit):
                 convert(field.name, field.type, value)
             assert f"{field.name} must be a" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from sympow import evaluate, export, model as model_module, sample, train
 from sympow.layers import loss
 from sympow.attention import ATTENTIONS
+from sympow.attention.variant import RECIPE
 from sympow.data.dataset import Dataset
 from sympow.generation.generate import generate
 from sympow.model import GPT, GPTConfig
@@ -23,7 +24,7 @@ from sympow.runs.load import load_run
 
 SETTINGS = [x for x in SMALL if not x.startswith("--n_")]  # sizes come with the weights
 TINY = dict(vocab_size=257, n_layer=2, n_head=2, n_embd=32, n_positions=64)
-GPT2 = dict(attention="softmax", bias=True, positions="learned", embedding_norm=False, activation="gelu_tanh")
+GPT2 = {**RECIPE, **source.GPT2, "activation": "gelu_tanh"}
 
 
 def transformers_gpt2(**settings):
@@ -442,6 +443,15 @@ def test_a_distilled_run_goes_on_with_the_same_bits_and_validates_without_its_te
     assert "was trained with distill_from=moved teacher=" in capsys.readouterr().err
     assert go(*more, "--then=64@3", "--distill_from=moved", "--distill_weight=1") == 2
     assert "was trained with distill_weight=0.5, now distill_weight=1.0" in capsys.readouterr().err
+
+
+def test_a_model_learns_nothing_from_itself(go):
+    """A teacher has the positions, convolution and output gate of its run."""
+    sizes = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--max_iters=3"]
+    assert go(*sizes, "--attention=sympow_gating,softmax", "--out_dir=out/a") == 0
+    start = ["--init_from=out/a", "--max_iters=1"]
+    assert go(*start, "--out_dir=out/b") == 0 and go(*start, "--distill_from=out/a", "--out_dir=out/c") == 0
+    assert metrics("out/c")[1] == pytest.approx(metrics("out/b")[1], rel=1e-6)
 
 
 def test_teachers_that_do_not_fit_are_refused(gpt2, go, capsys, monkeypatch):

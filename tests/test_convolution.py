@@ -6,15 +6,12 @@ import pytest
 import torch
 from helpers import SMALL, call, dataset  # noqa: F401 (dataset is a fixture)
 
-import sympow
 from sympow import train
 from sympow.attention import ATTENTIONS
 from sympow.attention.operator.memory import generation_bytes
 from sympow.generation import state_file
-from sympow.generation.generate import generate
 from sympow.layers.convolution import Convolution
 from sympow.model import GPT, GPTConfig
-from sympow.training.optimizer import muon_weights
 
 STARTS = {0: [4], 1: [0, 7]}  # of documents, in each of two sequences
 
@@ -90,15 +87,6 @@ def test_documents_stay_apart_and_a_state_goes_on(attention, settings, tmp_path)
     assert sum(layer.conv_inputs.nbytes for layer in state.layers) == 2 * 2 * 8 * 2 * 3 * 32
 
 
-def test_every_weight_of_it_trains_and_none_is_a_matrix_of_muon():
-    model = small("sympow_gating")
-    ids = torch.randint(40, (2, 9))
-    model(ids[:, :-1], ids[:, 1:])[1].backward()
-    weights = [block.attn.conv.weight for block in model.transformer.h]
-    assert all((weight.grad != 0).all() for weight in weights)
-    assert not any(weight is other for weight in weights for other in muon_weights(model))
-
-
 @pytest.mark.parametrize("attention", ["sympow", "heinsen"])
 @pytest.mark.parametrize("tokens", [0, 5])
 @torch.no_grad()
@@ -113,13 +101,6 @@ def test_its_inputs_count_once_as_memory_of_generation_and_hold_no_others(attent
     assert counts[1][0] == counts[0][0] and counts[1][1] - counts[0][1] == 2 * 3 * 3 * 32 * 4
     for layer in state.layers if tokens else ():
         assert layer.conv_inputs.untyped_storage().nbytes() == layer.conv_inputs.nbytes
-
-
-@torch.no_grad()
-def test_the_librarys_layer_keeps_documents_apart():
-    layer = sympow.Attention(32, 2, attention="softmax", convolution=4).double()
-    x, starts = torch.randn(1, 9, 32, dtype=torch.float64), torch.arange(9)[None] == 5
-    assert torch.allclose(layer(x, starts), torch.cat([layer(part) for part in x.split((5, 4), 1)], 1), atol=1e-12)
 
 
 @pytest.mark.parametrize("output_gate", [False, True])
@@ -196,12 +177,3 @@ def test_a_run_takes_it_up_again_and_a_source_without_one_too(dataset, tmp_path,
         assert call(train.main, *argv, *settings) == 0
         losses += re.findall("val loss ([0-9.]+)", capsys.readouterr().out)
     assert losses[0] == losses[1] and len(losses) == 3  # a new one changes nothing at first; one can be dropped
-
-
-@torch.no_grad()
-def test_generated_text_is_that_of_the_forward_pass():
-    model, prompt, text = small("sympow_gating,softmax", window=4), [5, 6, 7], [5, 6, 7]
-    for _ in range(8):
-        text.append(model(torch.tensor([text]))[0][0, -1].argmax().item())
-    (found,) = zip(*generate(model, prompt, max_new_tokens=8, temperature=0.0))
-    assert list(found) == text[3:]

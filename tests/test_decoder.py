@@ -40,10 +40,12 @@ VARIANTS = {
     "conformal, fixed gates": dict(attention="conformal_sympow", p=2, gate="fixed"),
     "p=4, resets": dict(attention="sympow", p=4, reset_token=3),
     "even power 6": dict(attention="even_power", p=6),
-    "gated, an output gate, one key head, biases": dict(
-        attention="sympow_gating", p=2, output_gate=True, n_kv_head=1, bias=True
+    "gated, positions in turn, one key head, biases": dict(
+        attention="sympow_gating", p=2, positions="none,rotary", n_kv_head=1, bias=True
     ),
-    "gated, a convolution, resets": dict(attention="sympow_gating", p=2, convolution=3, n_kv_head=1, reset_token=3),
+    "gated, a convolution, resets": dict(
+        attention="sympow_gating", p=2, convolution=3, output_gate=False, n_kv_head=1, reset_token=3
+    ),
 }
 
 
@@ -114,8 +116,6 @@ MIXES = {
     "three": ("sympow_gating,softmax,heinsen", dict(n_kv_head=1, reset_token=3), [6, "never", None]),
     "flushes at different times": ("sympow,sympow_gating", {}, [5, 7]),
     "power with and without a state": ("sympow,even_power", {}, [6, "never"]),
-    "three, a convolution": ("sympow_gating,softmax,heinsen", dict(convolution=4, reset_token=3), [6, "never", None]),
-    "three, an output gate": ("sympow_gating,softmax,heinsen", dict(output_gate=True, n_kv_head=1), [6, "never", None]),
 }
 
 

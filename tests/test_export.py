@@ -29,7 +29,7 @@ CONFIGS = {
     "fixed gates": dict(attention="conformal_sympow", gate="fixed"),
     "packed": dict(attention="sympow_gating", reset_token=256),
     "pattern": dict(attention="sympow_gating,softmax"),
-    "convolution, output gate": dict(attention="sympow_gating,softmax", convolution=4, output_gate=True),
+    "positions in turn": dict(attention="sympow_gating", positions="none,rotary"),
     "glu": dict(attention="heinsen", residual="glu"),
     "mixture": dict(attention="adaptive_power", adaptive="mixture"),
     "GPT-2": dict(positions="learned", n_positions=80, bias=True, embedding_norm=False, activation="gelu_tanh"),
@@ -176,7 +176,7 @@ def greedy(model, text, n=12):
 @pytest.mark.parametrize(
     "name",
     [
-        n if n in ("sympow_gating", "pattern", "convolution, output gate") else pytest.param(n, marks=pytest.mark.slow)
+        n if n in ("sympow_gating", "pattern", "positions in turn") else pytest.param(n, marks=pytest.mark.slow)
         for n in CONFIGS
     ],
 )

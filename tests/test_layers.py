@@ -10,12 +10,14 @@ from test_model import tiny
 from sympow import evaluate
 from sympow import sample
 from sympow import train
-from sympow.attention import ATTENTIONS, Softmax, Sympow, SympowGating
+from sympow.attention import ATTENTIONS, Softmax, Sympow, SympowGating, position_schemes
 from sympow.attention.state import LayerState, State
+from sympow.attention.variant import RECIPE
 from sympow.generation.generate import generate, read_prompt
 from sympow.model import GPT, GPTConfig
 from sympow.generation import state_file
 from sympow.runs.metrics import wandb_row
+from sympow.runs.settings import read_settings
 
 SHAPE = dict(vocab_size=97, n_head=4, n_kv_head=2, n_embd=32, head_dim=8, rope_base=99.0, gate_bias=2.0)
 
@@ -50,21 +52,56 @@ def test_the_pattern_is_repeated_and_each_layer_has_its_own_gate(attention, gate
     assert [config.layer(i).gate for i in range(n_layer)] == gates
 
 
+def config_of(arguments):
+    """Return the GPTConfig of a text such as "attention=sympow p=4"."""
+    return GPTConfig(**read_settings((GPTConfig,), [f"--{argument}" for argument in arguments.split()])[0])
+
+
 @pytest.mark.parametrize(
-    "attention,n_layer,gate,message",
+    "arguments,message",
     [
-        ("sympow,softmax,softmax", 4, "auto", "3 layers, which does not divide n_layer=4: n_layer=3 would do"),
-        ("sympow,softmax,softmax", 5, "auto", "n_layer=6 would do"),
-        ("sympow,softmax", 1, "auto", "n_layer=2 would do"),
-        ("sympow,", 2, "auto", "got ''"),
-        ("sympow,soft", 2, "auto", "got 'soft'"),
-        ("sympow,softmax", 2, "learned", "no layer of attention=sympow,softmax takes gate=learned"),
-        ("sympow_gating,softmax", 2, "none", "is attention=sympow"),
+        ("attention=sympow,softmax,softmax n_layer=4", "3 layers, which does not divide n_layer=4: n_layer=3 would do"),
+        ("attention=sympow,softmax,softmax n_layer=5", "n_layer=6 would do"),
+        ("attention=sympow,softmax n_layer=1", "n_layer=2 would do"),
+        ("attention=sympow,", "got ''"),
+        ("attention=sympow,soft", "got 'soft'"),
+        ("attention=sympow,softmax gate=learned", "no layer of attention=sympow,softmax takes gate=learned"),
+        ("attention=sympow positions=none,rotary gate=learned", "no layer of attention=sympow takes gate=learned"),
+        ("attention=sympow_gating,softmax gate=none", "is attention=sympow"),
+        ("positions=none,learned", "positions=learned is a table for all layers, got positions=none,learned"),
+        (
+            "positions=none,rotary,none n_layer=4",
+            "positions has a pattern of 3 layers, which does not divide n_",
+        ),
+        ("positions=none,half", "positions must be one of auto, rotary, none, learned, got 'half'"),
     ],
 )
-def test_a_wrong_pattern_is_refused(attention, n_layer, gate, message):
+def test_a_wrong_pattern_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        GPTConfig(attention=attention, n_layer=n_layer, gate=gate, **SHAPE)
+        config_of(arguments)
+
+
+# arguments; positions, gate_bias, convolution and output_gate; what is said of positions
+CHOICES = [
+    *((f"attention={name}", "rotary 6.9 0 False", "") for name in ATTENTIONS if name != "sympow_gating"),
+    ("attention=sympow_gating", "none 3.0 4 True", "positions=none"),
+    ("attention=sympow_gating gate_bias=auto convolution=2 output_gate=0", "none 3.0 2 False", "positions=none"),
+    ("attention=sympow_gating gate=fixed", "rotary 6.9 0 False", ""),
+    ("attention=sympow_gating,sympow gate=fixed", "rotary 6.9 0 False", ""),
+    ("attention=sympow_gating,softmax", "none,rotary 3.0 4 True", "softmax layers rotate q and k; sympow_gating lay"),
+    ("attention=conformal_sympow,sympow_gating", "rotary,none 3.0 4 True", "conformal_sympow layers rotate q and k; "),
+    ("attention=sympow_gating positions=auto,rotary", "none,rotary 3.0 4 True", "positions=none,rotary"),
+    ("attention=softmax positions=rotary,auto", "rotary 6.9 0 False", ""),
+    ("attention=sympow_gating positions=learned,learned", "learned 3.0 4 True", "positions=learned"),
+]
+
+
+@pytest.mark.parametrize("arguments,values,text", CHOICES)
+def test_auto_is_what_an_attention_learns_best_with(arguments, values, text):
+    config = config_of(arguments)
+    assert " ".join(str(getattr(config, name)) for name in RECIPE) == values
+    assert GPTConfig(**vars(config)) == config
+    assert position_schemes(config).startswith(text) and bool(position_schemes(config)) == bool(text)
 
 
 @pytest.mark.parametrize("switch_over", [None, 3])

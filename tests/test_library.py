@@ -3,6 +3,7 @@
 import os
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -445,7 +446,7 @@ LAYERS = ("softmax", "even_power", "sympow", "sympow_gating", "conformal_sympow"
 
 
 @pytest.mark.parametrize("switch_over", [None, "always", 6])
-@pytest.mark.parametrize("attention,convolution", [*((name, 0) for name in LAYERS), ("sympow_gating", 4)])
+@pytest.mark.parametrize("attention,convolution", product(LAYERS, (0, 4)))
 def test_pieces_with_and_without_resets_follow_each_other(attention, convolution, switch_over):
     layer = sympow.Attention(32, 4, attention=attention, convolution=convolution).double()
     x, resets = torch.randn(2, 24, 32, dtype=torch.float64), torch.zeros(2, 24, dtype=torch.bool)

@@ -12,16 +12,16 @@
     cp -r run whole
     python ../4b3af4b/train.py OF_MODEL OPTIONS --dataset=./text --out_dir=whole --max_iters=64  # LOSSES and VAL_LOSS
 
-with OF_MODEL and OPTIONS below. environment.json, .lock, samples.jsonl and the export's README.md were left out, and the
+with OF_MODEL and OPTIONS below. environment.json, .lock, samples.jsonl and the export's README.md were left out. The
 export's modeling_sympow.py ends in .txt, so that it is not read as a test's code.
 """
 
+import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
-import json
 import pytest
 import torch
 from helpers import ROOT, assert_same_run, call, metrics, refusal
@@ -44,7 +44,7 @@ OPTIONS = (
 CHECKPOINT, STATES = "run/ckpt/step_00000060", ("text.state", "later.state")
 LOSSES = {61: 1.1836695671081543, 62: 0.9687609672546387, 63: 1.1130516529083252, 64: 1.0624423027038574}
 VAL_LOSS = 1.0745872855186462  # of step 64
-BY_POSITION = {"5-8": 1.731603018939495, "17-32": 1.2356126266531646, "33-64": 1.1745480485260487}
+BY_POSITION = [6.3883, 0.3054, 2.6401, 1.7316, 1.5329, 1.2356, 1.1745]  # from 1-1 to 33-64
 PROMPT, LATER = [256, *b"line 7: 49 squares, not"], [*b" circles"]
 # the last one stands for all settings that are never "auto"
 MEANING = dict(positions="rotary", gate_bias=6.9, convolution=0, output_gate=False, embedding_norm=True)
@@ -70,8 +70,6 @@ def old(missing, tmp_path, monkeypatch):
     """Work in a copy of tests/old, the settings `missing` removed from all of its files."""
     shutil.copytree(Path(ROOT, "tests", "old"), tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     os.rename("export/modeling_sympow.txt", "export/modeling_sympow.py")
     progress, sums = (f"{CHECKPOINT}/{name}.json" for name in ("progress", "checksums"))
     for path in ("run/config.json", "export/config.json", progress):
@@ -157,7 +155,7 @@ def test_an_old_export_and_old_states_have_the_logits_that_they_had(old, dataset
 def test_every_program_takes_an_old_run(old, dataset, capsys):
     assert call(evaluate.main, "run", f"--dataset={dataset}", "--length=64", "--documents=2", "--json") == 0
     losses = json.loads(capsys.readouterr().out.splitlines()[-1])["run"]
-    assert {name: losses[name] for name in BY_POSITION} == pytest.approx(BY_POSITION, abs=1e-4)
+    assert [*losses.values()] == pytest.approx(BY_POSITION, abs=2e-4)
     assert call(sample.main, "run", "--load_state=text.state", "--prompt= circles", "--max_new_tokens=9") == 0
     assert call(export.main, "run", "--to=again") == 0
     assert torch.equal(*(read(load_exported(folder, "cpu")[0]) for folder in ("export", "again")))

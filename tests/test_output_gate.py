@@ -48,8 +48,8 @@ def test_the_librarys_layer_gates_the_output_of_the_layer_without(convolution):
     assert torch.allclose(gated(x, resets), gated.c_proj(y.flatten(2)), atol=1e-12)
 
 
-def test_every_weight_of_it_trains_and_its_matrix_is_one_of_muon():
-    model = small("sympow_gating", n_head=4, n_kv_head=2, convolution=0, output_gate=True)
+def test_every_weight_of_it_and_of_the_convolution_trains_and_matrices_are_those_of_muon():
+    model = small("sympow_gating", n_head=4, n_kv_head=2)
     ids = torch.randint(40, (2, 9))
     model(ids[:, :-1], ids[:, 1:])[1].backward()
     rows = muon_weights(model)
@@ -57,4 +57,4 @@ def test_every_weight_of_it_trains_and_its_matrix_is_one_of_muon():
         attn = block.attn
         assert (attn.output_gate.weight.grad != 0).all() and (attn.c_attn.weight.grad[-32:] != 0).all()
         assert rows[attn.c_attn.weight] == [32, 16, 16, 32]
-        assert not any(weight is attn.output_gate.weight for weight in rows)
+        assert (attn.conv.weight.grad != 0).all() and not {attn.output_gate.weight, attn.conv.weight} & rows.keys()

@@ -15,6 +15,7 @@ import torch
 from helpers import ROOT
 
 import sympow
+from sympow.attention.variant import RECIPE
 from sympow.kernels import configs
 from sympow.model import GPT, GPTConfig
 from sympow.module import SETTINGS
@@ -44,9 +45,17 @@ def test_the_package_imports_what_it_depends_on():
 
 
 def test_the_help_of_a_layer_lists_its_settings_with_the_models_defaults():
-    lines = dict(re.split("  +", line, maxsplit=1) for line in inspect.getdoc(sympow.Attention).splitlines()[4:])
+    lines = dict(re.split("  +", line, maxsplit=1) for line in inspect.getdoc(sympow.Attention).splitlines()[5:])
     assert sorted(", ".join(lines).split(", ")) == sorted(["n_embd", "n_head", "attention", *SETTINGS])
-    assert str(GPTConfig.gate_bias) in lines["gate_bias"]
+    for attention in ("softmax", "sympow_gating"):
+        config = GPTConfig(attention=attention)
+        assert all(str(getattr(config, name)) in lines[name].partition("auto:")[2] for name in RECIPE)
+
+
+@torch.no_grad()
+def test_a_layer_without_positions_does_not_know_the_order_of_earlier_tokens():
+    layer, x = sympow.Attention(32, 4, attention="sympow", positions="none"), torch.randn(1, 9, 32)
+    assert torch.allclose(layer(x)[:, -1], layer(x[:, [*range(7, -1, -1), 8]])[:, -1], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", "softmax even_power sympow sympow_gating conformal_sympow adaptive_power".split())
@@ -74,6 +83,7 @@ def test_a_layer_is_the_models(name):
         (dict(n_kv_head=3), "multiple of n_kv_head, got 4 and 3"), (dict(gate="none"), "is attention=sympow"),
         (dict(attention="sympow", gate="fixed"), "sympow has no gates, got gate=fixed"),
         (dict(form="fast"), "got 'fast'"), (dict(head_dim=7), "even (rotary positions turn pairs), got 7"),
+        (dict(positions="learned"), "must be one of auto, rotary, none, got 'learned'"),
         (dict(headdim=7), "got 'headdim': did you mean head_dim?"),
     ],
 )  # fmt: skip
@@ -109,6 +119,7 @@ y.sum().backward()
 layer = sympow.Attention(n_embd=64, n_head=4)
 layer(torch.randn(1, 10, 64)).sum().backward()
 from sympow.attention.compat.retention import power_retention
+from sympow.attention.variant import RECIPE
 from sympow.kernels import configs
 assert "NVIDIA H200" in configs._table() and configs.OWN_TABLE.parts[-2:] == ("sympow", "table.json")
 from sympow.model import GPT, GPTConfig

@@ -76,6 +76,20 @@ def test_an_attention_that_does_not_generate_trains_without_samples(go, monkeypa
         go("--attention=sympow", "--out_dir=out/b", "--sample_tokens=10")
 
 
+def test_a_resume_and_a_conversion_keep_the_settings_that_they_do_not_give(go, capsys):
+    recipe = dict(positions="rotary,none", gate_bias=5.0, convolution=3, output_gate=False)
+    saved = lambda run: json.load(open(f"{run}/config.json"))["model"].items()
+    start = ["--attention=sympow_gating", "--out_dir=out/a"]
+    assert go(*start, *(f"--{name}={value}" for name, value in recipe.items()), "--max_iters=3") == 0
+    assert go(*start) == 0 and list(metrics("out/a")) == [*range(1, 7)] and recipe.items() <= saved("out/a")
+    assert go(*start, "--gate_bias=3") == 2
+    assert "was trained with gate_bias=5.0, now gate_bias=3.0" in capsys.readouterr().err
+    convert = ["--attention=sympow", "--init_from=out/a", "--max_iters=1"]
+    assert go(*convert, "--out_dir=out/b") == 0 and recipe.items() <= saved("out/b")
+    assert go(*convert, "--out_dir=out/c", "--positions=none") == 0
+    assert "positions=rotary,none becomes none" in capsys.readouterr().out
+
+
 def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(go, capsys):
     extra = ["--attention=sympow_gating", "--dropout=0.1", "--warmup_iters=2"]
     assert go(*extra, "--out_dir=out/whole") == 0

@@ -78,17 +78,20 @@ SHAPE = dict(vocab_size=257, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, head_d
 
 def tiny(attention, **kwargs):
     torch.manual_seed(0)
-    if attention == "mixture":
-        attention, kwargs = "adaptive_power", {"adaptive": "mixture", **kwargs}
-    model = GPT(GPTConfig(attention=attention, **SHAPE | kwargs)).eval().to(DEVICE)
+    settings = FORMS.get(attention, dict(attention=attention))
+    model = GPT(GPTConfig(**SHAPE | settings | kwargs)).eval().to(DEVICE)
     for name, p in model.named_parameters():
         if not name.endswith("rate"):
             torch.nn.init.normal_(p, std=0.3)
     return model
 
 
-# mixture: adaptive_power in its other form; linear: README's, unless attention/ has one
-REGISTERED = [*dict.fromkeys([*ATTENTIONS, "mixture", "average", "linear"])]
+FORMS = {  # other forms of attentions
+    "mixture": dict(attention="adaptive_power", adaptive="mixture"),
+    "positions in turn": dict(attention="sympow_gating", positions="none,rotary"),
+}
+# linear: README's, unless attention/ has one
+REGISTERED = [*dict.fromkeys([*ATTENTIONS, *FORMS, "average", "linear"])]
 
 
 def readme_attention():

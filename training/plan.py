@@ -131,7 +131,7 @@ def describe_run(plan, model):
     A second one warns of steps that would take a CPU minutes.
     """
     attention = plan.model_cfg.attention
-    if schemes := position_schemes([mix.config for mix in model.mixes()]):
+    if schemes := position_schemes(plan.model_cfg):
         attention += f" ({schemes})"
     size = f"{model.parameter_count() / 1e6:.1f}M parameters"
     sizes = describe_stages(plan.stages, plan.cfg, plan.layout)
