@@ -94,11 +94,9 @@ class GPTConfig:
                 setattr(self, name, getattr(leading, name))
         if self.gate not in {"auto", *(layer.gate for layer in layers)}:
             raise ValueError(f"no layer of attention={self.attention} takes gate={self.gate}: use gate=auto")
-        if len(names) == 1:
-            self.gate = layers[0].gate
+        self.gate = layers[0].gate if len(names) == 1 else self.gate
         if self.window and not any(layer.window for layer in layers):
-            attention = f"no layer of attention={self.attention}"
-            raise ValueError(f"{attention} has a window, got window={self.window}: only softmax has one")
+            raise ValueError(f"no layer of attention={self.attention} takes window={self.window}: only softmax does")
 
     def layer(self, i):
         """Return the GPTConfig of layer i: one attention and its positions, `gate` and `window` if it has them."""

@@ -62,7 +62,6 @@ def config_of(arguments):
     [
         ("attention=sympow,softmax,softmax n_layer=4", "3 layers, which does not divide n_layer=4: n_layer=3 would do"),
         ("attention=sympow,softmax,softmax n_layer=5", "n_layer=6 would do"),
-        ("attention=sympow,softmax n_layer=1", "n_layer=2 would do"),
         ("attention=sympow,", "got ''"),
         ("attention=sympow,soft", "got 'soft'"),
         ("attention=sympow,softmax gate=learned", "no layer of attention=sympow,softmax takes gate=learned"),
