@@ -58,7 +58,7 @@ def test_texts_become_the_fields_types():
     assert settings == {"learning_rate": 1.0, "batch_size": 1000, "pack": True, "compile": "False"}
     assert type(settings["learning_rate"]) is float and type(settings["batch_size"]) is int
     assert read("--pack", "--compile", "a b")[0] == {"pack": True, "compile": "a b"}
-    assert read("--output_gate", "--convolution=4")[0] == {"convolution": 4, "output_gate": True}
+    assert read("--output_gate", "--pack")[0] == {"output_gate": True, "pack": True}
     assert read("--convolution", "auto", "--output_gate", "auto")[0] == {"convolution": "auto", "output_gate": "auto"}
     assert read("--batch_size=-5", "--compile=")[0] == {"batch_size": -5, "compile": ""}
 

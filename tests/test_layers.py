@@ -62,6 +62,7 @@ def config_of(arguments):
     [
         ("attention=sympow,softmax,softmax n_layer=4", "3 layers, which does not divide n_layer=4: n_layer=3 would do"),
         ("attention=sympow,softmax,softmax n_layer=5", "n_layer=6 would do"),
+        ("attention=sympow,softmax n_layer=1", "n_layer=2 would do"),
         ("attention=sympow,", "got ''"),
         ("attention=sympow,soft", "got 'soft'"),
         ("attention=sympow,softmax gate=learned", "no layer of attention=sympow,softmax takes gate=learned"),
@@ -86,7 +87,6 @@ CHOICES = [
     ("attention=sympow_gating", "none 3.0 4 True", "positions=none"),
     ("attention=sympow_gating gate_bias=auto convolution=2 output_gate=0", "none 3.0 2 False", "positions=none"),
     ("attention=sympow_gating gate=fixed", "rotary 6.9 0 False", ""),
-    ("attention=sympow_gating,sympow gate=fixed", "rotary 6.9 0 False", ""),
     ("attention=sympow_gating,softmax", "none,rotary 3.0 4 True", "softmax layers rotate q and k; sympow_gating lay"),
     ("attention=conformal_sympow,sympow_gating", "rotary,none 3.0 4 True", "conformal_sympow layers rotate q and k; "),
     ("attention=sympow_gating positions=auto,rotary", "none,rotary 3.0 4 True", "positions=none,rotary"),
