@@ -24,42 +24,46 @@ WIDTH = 4  # tokens of a short convolution
 
 @dataclass
 class DeltaState(State):
-    S: torch.Tensor  # [B, H, D, D] float32
-    inputs: torch.Tensor  # [B, 3, 3 H D] the last of the convolutions
+    S: torch.Tensor  # [B, H, D, E] float32
+    inputs: torch.Tensor  # [B, 3, H (2 D + E)] the last of the convolutions
 
 
 class GatedDeltaNet(Variant):
     rotates = False
-    width = WIDTH
+    expand = 1  # E / D, how many times as wide as keys values are
 
     @classmethod
     def check(cls, config):
         if config.n_kv_head != config.n_head:
             raise ValueError(f"gated_deltanet has no shared key heads, got n_kv_head={config.n_kv_head}")
+        if config.n_head % cls.expand:
+            raise ValueError(f"n_head must be a multiple of {cls.expand}, got {config.n_head}")
         if config.reset_token >= 0:
             raise ValueError("gated_deltanet does not reset between packed documents: train it without pack")
 
     def __init__(self, config):
         super().__init__(config)
-        H, width = config.n_head, config.n_head * config.head_dim
-        self.conv = nn.Parameter(torch.empty(3 * width, self.width).uniform_(-0.5, 0.5))  # as nn.Conv1d
+        H, D = config.n_head // self.expand, config.head_dim
+        self.widths = H * D, H * D, H * D * self.expand  # of q, k and v
+        self.conv = nn.Parameter(torch.empty(sum(self.widths), WIDTH).uniform_(-0.5, 0.5))  # as nn.Conv1d
         self.W_decay, self.W_beta = (nn.Linear(config.n_embd, H, bias=False) for _ in range(2))
-        self.W_out = nn.Linear(config.n_embd, width, bias=False)
+        self.W_out = nn.Linear(config.n_embd, self.widths[2], bias=False) if self.expand == 1 else None
         self.log_rate = nn.Parameter(torch.empty(H).uniform_(1e-3, 16).log())
         step = torch.exp(torch.rand(H) * math.log(100) + math.log(1e-3))  # from 0.001 to 0.1
         self.step_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus of it is step
-        self.output_gate = OutputGate(config.head_dim)
+        self.output_gate = OutputGate(D * self.expand)
 
     def empty_state(self, batch, device, switch_over=None):
-        H, D = self.config.n_head, self.config.head_dim
-        inputs = torch.zeros(batch, self.width - 1, 3 * H * D, device=device)
-        return DeltaState(torch.zeros(batch, H, D, D, device=device), inputs)
+        D = self.config.head_dim
+        inputs = torch.zeros(batch, WIDTH - 1, sum(self.widths), device=device)
+        return DeltaState(torch.zeros(batch, self.widths[0] // D, D, D * self.expand, device=device), inputs)
 
     def forward(self, x, qkv, resets=None, state=None):
         previous = self.empty_state(len(x), x.device) if state is None else state
-        inputs = torch.cat((previous.inputs.to(qkv.dtype), qkv.flatten(2)), 1)  # [B, T + 3, 3 H D]
+        qkv, gate = qkv.flatten(2).tensor_split((sum(self.widths),), dim=2)
+        inputs = torch.cat((previous.inputs.to(qkv.dtype), qkv), 1)  # [B, T + 3, H (2 D + E)]
         mixed = F.silu(convolve(inputs, self.conv))
-        q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)) for t in mixed.chunk(3, -1))
+        q, k, v = (t.unflatten(-1, (len(self.log_rate), -1)) for t in mixed.split(self.widths, -1))
         q, k = (F.normalize(t.float(), dim=-1, eps=1e-6).to(v.dtype) for t in (q, k))
         g = -self.log_rate.float().exp() * F.softplus(self.W_decay(x).float() + self.step_bias.float())
         y, S = operator(q.device)(
@@ -71,7 +75,8 @@ class GatedDeltaNet(Variant):
             initial_state=None if state is None else previous.S,
             output_final_state=state is not None,
         )
-        y = self.output_gate(y, self.W_out(x).view(y.shape))
+        gate = self.W_out(x) if self.W_out else gate
+        y = self.output_gate(y, gate.view(y.shape)).reshape(*x.shape[:2], -1, self.config.head_dim)
         return y.to(x.dtype), state and DeltaState(S, inputs[:, qkv.shape[1] :].float())
 
 
@@ -90,7 +95,10 @@ def operator(device):
     return gated_delta_rule.chunk_gated_delta_rule if device.type == "cuda" else naive_recurrent_gated_delta_rule
 
 
-class PlainDeltaNet(GatedDeltaNet):
-    """Gated DeltaNet without its convolution: each channel has a factor in its place."""
+class WideDeltaNet(GatedDeltaNet):
+    """Gated DeltaNet with values twice as wide as keys: two heads of the model are one of its heads.
 
-    width = 1
+    What c_attn computes for the 3 H heads of q, k and v is then q, k, v and the output's gate, of widths 1, 1, 2 and 2.
+    """
+
+    expand = 2

@@ -36,13 +36,13 @@ AUTOCAST = torch.autocast("cuda", torch.bfloat16, enabled=DEVICE == "cuda")
 def main(run):
     """Measure a run and write the measurements to FOLDER.json."""
     register(run.settings["attention"])
+    dataset = Dataset(run.dataset)
     if "max_iters" in run.settings:
         _, model, *_ = load_run(run.folder, DEVICE)
     else:
         settings = {name: value for name, value in run.settings.items() if name != "seed"}
         with torch.device("meta"):
-            model = GPT(GPTConfig(**{"vocab_size": 257, **settings}))
-    dataset = Dataset(run.dataset)
+            model = GPT(GPTConfig(vocab_size=dataset.vocab_size, **settings))
     measured = {name: MEASURES[name](model, dataset, **arguments) for name, arguments in run.measures.items()}
     write_json(f"{run.folder}.json", measured)
 
@@ -219,6 +219,25 @@ def state_bytes(model, dataset, tokens):
     return dict(state=sum(generation_bytes(model.mixes(), model.empty_state(1), tokens, 2, torch.bfloat16, "always")))
 
 
+def model_size(model, dataset, lengths):
+    """Return {parameters: their number, bytes: `kept_bytes` after each of these lengths}."""
+    return dict(parameters=sum(x.numel() for x in model.parameters()), bytes=kept_bytes(model, lengths))
+
+
+def kept_bytes(model, lengths):
+    """Return the bytes that generation in bfloat16, with states in float32, keeps of texts of these lengths.
+
+    For a moment it needs more: a cache that is moved into a state takes as much as the state.
+    """
+    state, sizes = model.empty_state(1), []
+    for tokens in lengths:
+        cache, states = generation_bytes(model.mixes(), state, tokens, 2, torch.float32)
+        if states:  # then the layers that have one keep no cache
+            cache, states = generation_bytes(model.mixes(), state, tokens, 2, torch.float32, "always")
+        sizes.append(cache + states)
+    return sizes
+
+
 MEASURES = {
     "positions": positions,
     "targets": positions,
@@ -228,6 +247,7 @@ MEASURES = {
     "recall": recall,
     "speed": speed,
     "state": state_bytes,
+    "size": model_size,
     "half_lives": half_lives,
 }
 

@@ -1,21 +1,22 @@
-"""What closes the gap from p = 2 to softmax? Parts of other models, added to gated and conformal sympow and to softmax.
+"""Which parts does an even power need? One factor at a time around gated p = 2 with heads of 64, then others like it.
 
-The first two parts are options of the model. A name such as sympow_gating+norm is an attention with the others:
-train.py takes it when experiments/train.py starts it. Such a model trains and scores whole texts, but cannot generate.
+The base has no positions, gates that begin at sigmoid(3), a convolution of 4 tokens and an output gate. Most factors
+are settings of the model. A name such as sympow_gating+norm is an attention with others: train.py takes it when
+experiments/train.py starts it. Such a model trains and scores whole texts, but cannot generate.
 
-    conv    --convolution=4: q, k and v get a convolution of their last 4 tokens added (depthwise)
-    out     --output_gate=True: the output is normalised and gated, RMSNorm(y) silu(W x)
-    norm    q and k are normalised before the rotation, RMSNorm(q)
-    spread  biases of the gates from 2 to 11 over the heads: half-lives of 5 to 41,000 tokens, instead of 688 for all
-    slow    conformal: only the slower half of the pairs turns at the learned speed
-    heads   conformal: the learned speed has a bias for each head
+    norm    q and k are normalised, RMSNorm(q)
+    half    the first half of each head's pairs is rotated, the second half is not
+    kv      a convolution of k and v alone
+    rms     the output is normalised, as by --output_gate=True, but not gated
 
-Conformal sympow at a constant speed of 1 is sympow_gating. Softmax and conformal sympow without parts are in
-which_attention's tables: the same models, corpus and tokens.
+The second table has the first form of this experiment: there every dimension of q and k was rotated, and gates began at
+sigmoid(6.9). Its models cannot be trained by this file any more.
 """
 
+import os
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 from torch import nn
@@ -24,23 +25,43 @@ from torch.nn import functional as F
 from sympow.attention import ATTENTIONS
 from sympow.attention.rotary import rotate, rotation_of
 from sympow.attention.state import State
-from sympow.experiments.report import LOSS_COLUMNS, loss_cell, table
-from sympow.experiments.runs import main
-from sympow.experiments.which_attention import CONTEXT, SEEDS, VARIANTS, WINDOW, schedule, texts_loss, texts_measure
+from sympow.experiments.report import LOSS_COLUMNS, Entry, difference_cell, loss_cell, table, val_loss
+from sympow.experiments.runs import main, read_records
+from sympow.experiments.which_attention import CONTEXT, MEMORY, SEEDS, WINDOW, schedule, texts_loss, texts_measure
+from sympow.layers.convolution import Convolution
 
-RATE, CONFORMAL_RATE = 2.4e-3, 1.2e-3  # the best ones in which_attention's tables
-HYBRID = VARIANTS["hybrid in a window"]["attention"]
-OPTIONS = {"p=4": {"p": 4}, "bias": {"bias": True}, "window": {"window": WINDOW}}
-RUNS = {  # name -> number of seeds, the most important first
-    **{f"sympow_gating{parts}": 2 for parts in ("", "+conv", "+conv+out", "+conv+out+norm")},
-    **{f"softmax{parts}": 2 for parts in ("+conv", "+conv, window", "+conv+out", "+conv+out+norm")},
-    "hybrid+conv, window": 2,
-    "gated_deltanet": 2,
-    "gated_deltanet+plain": 2,
-    "sympow_gating+conv+out, p=4": 2,
-    **{f"sympow_gating{parts}": 2 for parts in ("+out", "+norm", ", bias", "+spread")},
-    **{f"conformal_sympow{parts}": 3 for parts in ("+slow", "+heads")},
+NAME, RATE, STEPS = "parts", 2.4e-3, 1000
+CONVOLUTION = 4  # tokens
+AROUND = dict(convolution=CONVOLUTION, output_gate=True)
+BASE = dict(attention="sympow_gating", p=2, positions="none", gate_bias=3.0, **AROUND)
+HYBRID = BASE | dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", window=WINDOW)
+RUNS = {  # name -> settings, the most important first; heads: their dimension at a width of 384, instead of 64
+    "p=2": BASE,
+    **{f"p=2, gate_bias {bias:g}": BASE | dict(gate_bias=bias) for bias in (2.0, 4.0, 5.0)},
+    "p=2, no output gate": BASE | dict(output_gate=False),
+    "p=2, output normalised alone": BASE | dict(attention="sympow_gating+rms", output_gate=False),
+    "p=2, convolution 2": BASE | dict(convolution=2),
+    "p=2, convolution of k and v": BASE | dict(attention="sympow_gating+kv", convolution=0),
+    "p=2, no convolution": BASE | dict(convolution=0),
+    "p=2, half rotated": BASE | dict(attention="sympow_gating+half", positions="rotary"),
+    "p=2, rotary": BASE | dict(positions="rotary"),
+    **{
+        f"p=2, q and k normalised, lr {rate:g}": BASE | dict(attention="sympow_gating+norm", learning_rate=rate)
+        for rate in (RATE, 3.6e-3, 4.8e-3)
+    },
+    "p=2, weight decay 0.1": BASE | dict(weight_decay=0.1),
+    "p=2, gate_bias 0": BASE | dict(gate_bias=0.0, log_interval=1),  # which logs the gradient's norm at every step
+    "softmax, rotary, convolution": dict(attention="softmax", convolution=CONVOLUTION),
+    "softmax, rotary, convolution, output gate": dict(attention="softmax", **AROUND),
+    "p=4": BASE | dict(p=4),
+    "p=2, heads of 128": BASE | dict(heads=128),
+    "forgetting": BASE | dict(attention="forgetting"),
+    "conformal p=2, rotary": BASE | dict(attention="conformal_sympow", positions="rotary"),
+    "hybrid": HYBRID,
+    "hybrid, softmax rotary": HYBRID | dict(positions="none,none,none,rotary"),
+    "p=2, 1.13 times the tokens": BASE | dict(steps=1.13),  # what a part that costs 13% of the speed must gain
 }
+MORE_SEEDS = ()  # names of the best ones, which get all of SEEDS
 
 
 @dataclass
@@ -57,42 +78,41 @@ class Parts:
 
     def __init__(self, config):
         super().__init__(config)
-        if "spread" in self.parts:
-            self.gate.b.data = torch.linspace(2, 11, config.n_kv_head)
-        if "heads" in self.parts:
-            self.beta_bias = nn.Parameter(torch.zeros(config.n_head))
+        if "rms" in self.parts:
+            self.gain = nn.Parameter(torch.ones(config.head_dim))
+        if "kv" in self.parts:
+            self.conv = Convolution(2 * config.n_kv_head * config.head_dim, CONVOLUTION)
 
     def forward(self, x, qkv, resets=None, state=None):
         if state is not None and state.read:
             raise ValueError(f"attention={self.config.attention} reads a text at once, and does not go on from a state")
+        if "kv" in self.parts:
+            q, kv = qkv.tensor_split((self.config.n_head,), dim=2)
+            qkv = torch.cat((q, self.conv(kv, resets)), dim=2)
         if "norm" in self.parts:
             qk, v = qkv.tensor_split((-self.config.n_kv_head,), dim=2)
             qkv = torch.cat((F.rms_norm(qk, qk.shape[3:]), v), dim=2)
         y, _ = super().forward(x, qkv, resets)
+        if "rms" in self.parts:
+            dtype = torch.promote_types(y.dtype, torch.float32)
+            y = (F.rms_norm(y.to(dtype), y.shape[3:], eps=1e-5) * self.gain).to(y.dtype)
         return y, state and WholeText(read=True)
 
     def empty_state(self, batch, device, switch_over=None):
         return WholeText()
 
-    def beta(self, x):
-        """Return the speed of rotation, [B, T] or, with heads, [B, T, H]."""
-        return 1 + torch.tanh(x[..., :1] + self.beta_bias) if "heads" in self.parts else super().beta(x)
+    def generation_bytes(self, state, *arguments):
+        """Return the bytes that the attention without parts keeps."""
+        return super().generation_bytes(super().empty_state(1, "cpu"), *arguments)
 
     def rotate(self, qkv, positions):
-        """Rotate by the positions [B, T], or with heads [B, T, H]."""
-        q, k, v = self.split(qkv)
-        if "heads" in self.parts:
-            factors = rotation_of(q, positions.transpose(1, 2), self.rope_base)  # [B, H, T, D]
-            factors = [[factor[:, h] for factor in factors] for h in range(q.shape[2])]
-            q, k = (torch.cat([rotate(x[:, :, h, None], *factors[h]) for h in range(x.shape[2])], 2) for x in (q, k))
-            return q, k, v
-        if "slow" not in self.parts:
+        """Rotate q and k by the positions [B, T] or [T], with half in the first half of their entries alone."""
+        if "half" not in self.parts:
             return super().rotate(qkv, positions)
-        plain = torch.arange(1, q.shape[1] + 1, dtype=torch.float64, device=q.device).expand_as(positions)
-        half = q.shape[3] // 2  # the first pairs turn fastest
-        speeds = zip(*(rotation_of(q, u, self.rope_base) for u in (plain, positions)))
-        factors = [torch.cat((fast[..., :half], slow[..., half:]), -1) for fast, slow in speeds]
-        q, k = (rotate(x, *factors) for x in (q, k))
+        q, k, v = self.split(qkv)
+        half = q.shape[3] // 4 * 2  # whole pairs
+        factors = rotation_of(q[..., :half], positions, self.rope_base)
+        q, k = (torch.cat((rotate(x[..., :half], *factors), x[..., half:]), dim=3) for x in (q, k))
         return q, k, v
 
     def statistics(self, x, q):
@@ -100,39 +120,95 @@ class Parts:
 
 
 def attention_with_parts(name):
-    """Return the class of an attention with parts, such as sympow_gating+out."""
+    """Return the class of an attention with parts, such as sympow_gating+rms."""
     base, *parts = name.split("+")
     return type(name, (Parts, ATTENTIONS[base]), {"parts": tuple(parts)})
 
 
 def plan(size):
-    """Return the runs, the first seed of all before the second; of size tiny the first alone."""
-    runs = []
-    for i, seed in enumerate(SEEDS if size.shrink == 1 else SEEDS[:1]):
-        for name in [name for name, seeds in RUNS.items() if seeds > i]:
-            attention, _, option = name.partition(", ")
-            rate = CONFORMAL_RATE if attention.startswith("conformal") else RATE
-            settings = dict(p=2, bias=False, seed=seed, **schedule(size, rate)) | OPTIONS.get(option, {})
-            if "window" in settings:
-                settings["window"] //= size.shrink
-            if "+conv" in attention:
-                settings["convolution"] = 4
-            if "+out" in attention:
-                settings["output_gate"] = True
-            settings["attention"] = attention.replace("+conv", "").replace("+out", "").replace("hybrid", HYBRID)
-            runs.append(size.run(name, CONTEXT, 1000, {"positions": texts_measure(size)}, **settings))
-    return runs
+    """Return the runs, the first seed of all before the others."""
+    names = [(name, SEEDS[0]) for name in RUNS] + [(name, seed) for name in MORE_SEEDS for seed in SEEDS[1:]]
+    return [make_run(size, name, RUNS[name], seed) for name, seed in names]
+
+
+def make_run(size, name, settings, seed, rate=RATE):
+    """Return the Run of these settings, in which heads, learning_rate and steps (a factor) may be given."""
+    settings = dict(settings)
+    steps, heads = round(STEPS * settings.pop("steps", 1)), settings.pop("heads", 64)
+    settings = schedule(size, settings.pop("learning_rate", rate)) | settings | shape(size, heads)
+    if "window" in settings:
+        settings["window"] //= size.shrink
+    return size.run(name, CONTEXT, steps, measures_of(size, settings), seed=seed, **settings)
+
+
+def shape(size, head_dim):
+    """Return the settings of heads of this dimension at a width of 384, which size tiny divides."""
+    if head_dim == 64:
+        return {}
+    width = size.model["n_embd"]
+    head_dim = max(4, head_dim * width // 384 // 2 * 2)
+    return dict(n_head=width // head_dim, head_dim=head_dim)
+
+
+def measures_of(size, settings):
+    """Return the measures of a model: its size, texts in windows of its context and, if it can, at once."""
+    texts = texts_measure(size)
+    measures = {"size": dict(lengths=[n // size.shrink for n in MEMORY]), "positions": texts}
+    grows = "softmax" in settings["attention"] and not settings.get("window")
+    if not grows and "+" not in settings["attention"]:
+        measures["far"] = texts | dict(window=0)
+    return measures
+
+
+# ---- the report
+
+
+def parameters_cell(entry):
+    """Return the number of parameters."""
+    return entry.record["measures"]["size"]["parameters"]
+
+
+def speed_cell(entry):
+    """Return the tokens a second in training, of the first seed."""
+    return round(max(entry.record["tokens_per_second"].values()))
+
+
+def norms_cell(entry):
+    """Return the median and the largest norm of the gradient after the warm-up, among the steps that were logged."""
+    record = entry.record
+    warm_up = record["settings"]["warmup_iters"] * record["settings"]["tokens_per_step"]
+    norms = [norm for (tokens, _), norm in zip(record["train"], record["grad_norm"]) if tokens > warm_up]
+    return f"{median(norms):.2f} / {max(norms):.2f}" if norms else None
+
+
+def loss_to_base_cell(entry, base):
+    """Return the difference of the validation losses to the Entry base, means over the seeds; None without a base."""
+    return None if base in (None, entry) else f"{entry.mean(val_loss) - base.mean(val_loss):+.4f}"
+
+
+def rotated_entries(size):
+    """Return the Entries of the records in which all of q and k was rotated, the lowest loss first."""
+    entries = {}
+    for record in read_records(os.path.join(size.folder, f"{NAME}.json")).values():
+        if "positions" not in record["settings"]:
+            entries.setdefault(record["name"], Entry(record["name"], [])).records.append(record)
+    return sorted(entries.values(), key=lambda entry: entry.mean(val_loss))
 
 
 def report(entries, size):
-    """Return the table."""
-    columns = [
-        ("learning rate", lambda entry: f"{entry.record['settings']['learning_rate']:g}"),
-        *LOSS_COLUMNS,
-        ("other texts, in windows", partial(loss_cell, measure=texts_loss)),
-    ]
-    return [table("Parts", columns, entries.values())], []
+    """Return the table of the parts and, where there are such records, that of rotated models."""
+    base = entries.get("p=2")
+    rate = ("learning rate", lambda entry: f"{entry.record['settings']['learning_rate']:g}")
+    texts = ("other texts, in windows", partial(loss_cell, measure=texts_loss))
+    columns = [rate, *LOSS_COLUMNS, ("to p=2", partial(loss_to_base_cell, base=base)), texts]
+    columns += [("to p=2, text by text", partial(difference_cell, base=base, measure="positions"))]
+    columns += [("tokens/s", speed_cell), ("parameters", parameters_cell)]
+    columns += [("gradient's norm, median / largest", norms_cell)]
+    blocks = [table("One factor at a time", columns, entries.values())]
+    if rotated := rotated_entries(size):
+        blocks.append(table("What positions cost an even power", [rate, *LOSS_COLUMNS, texts], rotated))
+    return blocks, []
 
 
 if __name__ == "__main__":
-    main("parts", plan, report, seeds=None, corpus="source_bpe")
+    main(NAME, plan, report, seeds=None, corpus="source_bpe")

@@ -285,7 +285,8 @@ def losses(folder):
     """Return the curves of a run, train and val [[tokens, loss]], and how fast it was.
 
     Seconds are the time of training steps alone, without compilation, evaluations and checkpoints: tokens divided by
-    the median speed at their context. gate and beta are the values of the layers at the end.
+    the median speed at their context. grad_norm has the norms of the gradient at the steps of train. gate and beta are
+    the values of the layers at the end.
     """
     train, val = read_losses(folder)
     begins = {}  # {context: tokens at its first logged step}
@@ -298,6 +299,7 @@ def losses(folder):
     record = dict(
         train=[[line["tokens"], line["train_loss"]] for line in train],
         val=[[line["tokens"], line["val_loss"]] for line in val],
+        grad_norm=[line["grad_norm"] for line in train],
         tokens=train[-1]["tokens"],
         seconds=sum((end - begin) / speed for (begin, end), speed in zip(pairwise(borders), speeds.values())),
         tokens_per_second=speeds,

@@ -13,8 +13,8 @@ from statistics import fmean
 
 import torch
 
-from sympow.attention.operator.memory import generation_bytes
 from sympow.attention.variant import RECIPE
+from sympow.experiments.measure import kept_bytes
 from sympow.experiments.report import (
     Entry,
     Panel,
@@ -159,20 +159,10 @@ def at_once_cell(entry):
 
 
 def memory_cell(entry, lengths):
-    """Return the megabytes that generation in bfloat16, with states in float32, keeps of texts of these lengths.
-
-    For a moment it needs more: a cache that is moved into a state takes as much as the state.
-    """
+    """Return the megabytes that generation keeps of texts of these lengths, see `kept_bytes`."""
     with torch.device("meta"):
         model = GPT(GPTConfig(**RECIPE | fields_of(GPTConfig, entry.record["settings"])))
-    state = model.empty_state(1)
-    sizes = []
-    for tokens in lengths:
-        cache, states = generation_bytes(model.mixes(), state, tokens, 2, torch.float32)
-        if states:  # then the layers that have one keep no cache
-            cache, states = generation_bytes(model.mixes(), state, tokens, 2, torch.float32, "always")
-        sizes.append(cache + states)
-    return " / ".join(f"{size / 1e6:,.1f}" for size in sizes)
+    return " / ".join(f"{size / 1e6:,.1f}" for size in kept_bytes(model, lengths))
 
 
 def half_lives_cell(entry):
