@@ -168,6 +168,11 @@ def parameters_cell(entry):
     return entry.record["measures"]["size"]["parameters"]
 
 
+def bytes_cell(entry):
+    """Return the megabytes that generation keeps after texts of the lengths of MEMORY."""
+    return " / ".join(f"{size / 1e6:,.1f}" for size in entry.record["measures"]["size"]["bytes"])
+
+
 def speed_cell(entry):
     """Return the tokens a second in training, of the first seed."""
     return round(max(entry.record["tokens_per_second"].values()))

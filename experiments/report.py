@@ -8,7 +8,7 @@ plot([Panel("million tokens", "loss, nats", {"softmax": (x, y)}, "Points are val
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, pairwise
-from statistics import fmean, median, stdev
+from statistics import fmean, median, stdev, variance
 
 import matplotlib
 import numpy as np
@@ -19,6 +19,8 @@ from sympow.compare import format_count, markdown
 from sympow.runs.plots import COLOURS, STYLE, mean_and_standard_error
 
 CURVE = ("positions", "mean", "errors")  # what a record has of the loss by position
+# 97.5% quantiles of Student's t distribution for 1, 2, 3, ... degrees of freedom
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 FIRST_POSITION = 64  # of a curve: before it a text's language is unknown, and losses differ several times more
 
 
@@ -79,23 +81,48 @@ def ratio_cell(entry, base, measure=val_loss):
     return f"{entry.mean(measure) / base.mean(measure):.4f}" if base else None
 
 
+def seeds_difference_cell(entry, base):
+    """Return the mean difference of validation losses to the Entry base ± half of its 95% confidence interval.
+
+    The interval is Welch's, over the seeds; without several seeds of both there is none. None without a base.
+    """
+    if base in (None, entry):
+        return None
+    samples = [[*map(val_loss, e.records)] for e in (entry, base)]
+    mean = fmean(samples[0]) - fmean(samples[1])
+    if min(map(len, samples)) == 1:
+        return f"{mean:+.4f}"
+    errors = [variance(losses) / len(losses) for losses in samples]  # squared standard errors
+    freedom = sum(errors) ** 2 / sum(error**2 / (len(x) - 1) for error, x in zip(errors, samples))
+    return f"{mean:+.4f} ± {student(freedom) * sum(errors) ** 0.5:.4f}"
+
+
+def student(freedom):
+    """Return the 97.5% quantile of Student's t distribution, for the next lower whole number of degrees of freedom."""
+    return STUDENT[min(int(freedom), len(STUDENT)) - 1]
+
+
 def texts_cell(entry):
     """Return the mean loss over texts ± its standard error, of the first seed."""
     return mean_cell(np.array(entry.record["measures"]["positions"]["texts"]))
 
 
-def difference_cell(entry, base, measure):
-    """Return the mean difference to the Entry base, taken text by text, ± its standard error; None without a base."""
+def difference_cell(entry, base, measure, interval=False):
+    """Return the mean difference to the Entry base, taken text by text, ± its standard error; None without a base.
+
+    A text's loss is the mean over the seeds. interval: give half of the 95% confidence interval in place of the error.
+    """
     if base in (None, entry):
         return None
-    losses, base_losses = (np.array(e.record["measures"][measure]["texts"]) for e in (entry, base))
-    return mean_cell(losses - base_losses, sign="+")
+    texts = [np.mean([record["measures"][measure]["texts"] for record in e.records], axis=0) for e in (entry, base)]
+    factor = student(len(texts[0]) - 1) if interval else 1.0
+    return mean_cell(texts[0] - texts[1], sign="+", factor=factor)
 
 
-def mean_cell(values, sign=""):
-    """Return the mean of values ± its standard error; sign "+" shows the sign of a positive mean."""
+def mean_cell(values, sign="", factor=1.0):
+    """Return the mean of values ± its standard error times a factor; sign "+" shows the sign of a positive mean."""
     mean, error = mean_and_standard_error(values[:, None])
-    return f"{mean[0]:{sign}.4f} ± {error[0]:.4f}"
+    return f"{mean[0]:{sign}.4f} ± {factor * error[0]:.4f}"
 
 
 def span_cell(entry, measure, index):

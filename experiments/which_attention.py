@@ -158,6 +158,22 @@ def at_once_cell(entry):
     return loss_cell(entry, partial(texts_loss, measure="far")) if "far" in entry.record["measures"] else None
 
 
+def merge_rates(tried):
+    """Return {variant: the Entry with the records of all its rates} of Entries that are named VARIANT, lr RATE."""
+    variants = {}
+    for entry in tried:
+        name, _ = entry.name.split(", lr ")
+        variants.setdefault(name, Entry(name, [])).records.extend(entry.records)
+    return variants
+
+
+def rates_table(variants):
+    """Return the table of the losses by rate of what `merge_rates` returns."""
+    rates = sorted({rate for entry in variants.values() for rate in losses_by_rate(entry)})
+    columns = [(f"{rate:g}", partial(rate_cell, rate=rate)) for rate in rates]
+    return table("Validation loss by learning rate", columns, variants.values())
+
+
 def memory_cell(entry, lengths):
     """Return the megabytes that generation keeps of texts of these lengths, see `kept_bytes`."""
     with torch.device("meta"):
@@ -176,13 +192,8 @@ def report(entries, size):
     """Return the tables of all rates, of the best rates and of equal time, and the losses over rate and position."""
     timed = [entry for entry in entries.values() if entry.name.endswith("equal time")]
     tried = [entry for entry in entries.values() if entry not in timed]
-    variants = {}
-    for entry in tried:
-        name, _ = entry.name.split(", lr ")
-        variants.setdefault(name, Entry(name, [])).records.extend(entry.records)
-    rates = sorted({rate for entry in variants.values() for rate in losses_by_rate(entry)})
-    columns = [(f"{rate:g}", partial(rate_cell, rate=rate)) for rate in rates]
-    blocks = [table("Validation loss by learning rate", columns, variants.values())] if tried else []
+    variants = merge_rates(tried)
+    blocks = [rates_table(variants)] if tried else []
     seeds = [entry for entry in tried if len(entry.records) > 1]
     columns = [("tokens", tokens_cell), ("validation loss", loss_cell)]
     if seeds:

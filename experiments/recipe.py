@@ -1,0 +1,180 @@
+"""Does power attention with the recipe learn as well as softmax? Every contender at its best rate, with several seeds.
+
+Each is trained with both of RATES, and with the next one while the best lies on the edge. Its best rate gets three
+seeds; p = 4, softmax with its best parts and forgetting get five. Rates are chosen by the validation loss. Runs of
+parts.py are taken from there. The records decide what is trained next: repeat the command until its status is 0.
+
+    pip install flash-linear-attention      # for gated_deltanet and, on GPUs, for forgetting
+
+Softmax in a window of 2,048 keeps as many bytes as the state of p = 2 with heads of 64. States of heads of 96 and 128
+are larger than 4,096 tokens of keys and values, the training context, which is the longest window that was learned.
+Models named speed are new ones that train on random tokens, alone on a card.
+"""
+
+import os
+from functools import partial
+from itertools import zip_longest
+
+from sympow.experiments.parts import (
+    AROUND,
+    BASE,
+    CONVOLUTION,
+    HYBRID,
+    bytes_cell,
+    make_run,
+    parameters_cell,
+)
+from sympow.experiments.report import (
+    Panel,
+    difference_cell,
+    loss_cell,
+    seeds_difference_cell,
+    table,
+    tokens_cell,
+    val_loss,
+)
+from sympow.experiments.runs import main, read_records
+from sympow.experiments.which_attention import (
+    CONTEXT,
+    LONG,
+    MEMORY,
+    WINDOW,
+    at_once_cell,
+    merge_rates,
+    next_rates,
+    rates_table,
+    texts_loss,
+)
+from sympow.model import GPTConfig
+from sympow.runs.settings import fields_of
+
+NAME = "recipe"
+RATES = (2.4e-3, 1.2e-3)
+SEEDS = (1337, 1338, 1339, 1340, 1341)  # of which most contenders get the first three
+SOFTMAX = {
+    "softmax": dict(attention="softmax"),
+    "softmax, convolution": dict(attention="softmax", convolution=CONVOLUTION),
+    "softmax, convolution, output gate": dict(attention="softmax", **AROUND),
+}
+CONTENDERS = {  # name -> settings, the most important first; heads: as in parts.py
+    "p=4, heads of 64": BASE | dict(p=4),
+    "forgetting": BASE | dict(attention="forgetting"),
+    "softmax, convolution": SOFTMAX["softmax, convolution"],
+    "p=2, heads of 64": BASE,
+    "p=2, heads of 128": BASE | dict(heads=128),
+    f"softmax, window {WINDOW:,}": SOFTMAX["softmax, convolution"] | dict(window=WINDOW),
+    "hybrid 3:1": HYBRID,
+    **SOFTMAX,
+    "gated_deltanet": dict(attention="gated_deltanet"),
+    "gated_deltanet, heads of 256": dict(attention="gated_deltanet_wide", n_head=2, head_dim=256),
+    "p=2, heads of 96": BASE | dict(heads=96),
+    "p=4, heads of 32": BASE | dict(p=4, heads=32),
+    "conformal p=2": BASE | dict(attention="conformal_sympow", positions="rotary"),
+    "sympow p=2": dict(attention="sympow", p=2, **AROUND),
+    f"softmax, window {CONTEXT:,}": SOFTMAX["softmax, convolution"] | dict(window=CONTEXT),
+}
+
+
+def plan(size):
+    """Return the runs that the records so far ask for: rates in turn, seeds of the best ones, then the speeds.
+
+    Of size tiny all contenders have one rate and one seed.
+    """
+    records = {}
+    for name in ("parts", NAME):
+        records |= read_records(os.path.join(size.folder, f"{name}.json"))
+    searches = {name: search(size, name, records) for name in CONTENDERS}
+    runs = [run for turn in zip_longest(*(runs for runs, _ in searches.values())) for run in turn if run]
+    losses = {name: losses for name, (_, losses) in searches.items() if losses}
+    if size.shrink == 1:
+        lowest = {name: min(of_rates.values()) for name, of_rates in losses.items()}
+        most = {"p=4, heads of 64", "forgetting"}
+        if lowest.keys() >= SOFTMAX.keys():
+            most.add(min(SOFTMAX, key=lowest.get))
+        for i, seed in enumerate(SEEDS[1:], 1):
+            names = [name for name in losses if i < 3 or name in most]
+            runs += [tuned(size, name, min(losses[name], key=losses[name].get), seed) for name in names]
+    return runs + [speed_run(size, name) for name in CONTENDERS]
+
+
+def search(size, name, records):
+    """Return the Runs of the rates that are tried, and {rate: loss} once no other rate needs to be, before that {}."""
+    runs, losses, rates = [], {}, RATES if size.shrink == 1 else RATES[:1]
+    while rates:
+        runs += [tuned(size, name, rate) for rate in rates]
+        for run in runs:
+            if record := run.find(records):
+                losses[run.settings["learning_rate"]] = val_loss(record)
+        if len(losses) < len(runs):
+            return runs, {}
+        rates = next_rates(losses) if size.shrink == 1 else ()
+    return runs, losses
+
+
+def tuned(size, name, rate, seed=SEEDS[0]):
+    """Return the Run of a contender at one rate."""
+    return make_run(size, f"{name}, lr {rate:g}", CONTENDERS[name], seed, rate)
+
+
+def speed_run(size, name):
+    """Return the Run that measures a contender's speed at both contexts."""
+    settings = fields_of(GPTConfig, tuned(size, name, RATES[0]).settings)
+    contexts = [n // size.shrink for n in (CONTEXT, LONG)]
+    measures = {"speed": dict(contexts=contexts, tokens=size.tokens_per_step)}
+    return size.new_model(f"{name}, speed", measures, seed=SEEDS[0], **settings)
+
+
+# ---- the report
+
+
+def contender_of(entry):
+    """Return the name of an Entry's contender."""
+    return entry.name.rpartition(", ")[0]
+
+
+def best_rates(entries):
+    """Return {contender: the Entry of its best rate}, which has the most seeds, or else the lowest loss."""
+    best = {}
+    for entry in sorted(entries, key=lambda entry: (-len(entry.records), entry.mean(val_loss))):
+        best.setdefault(contender_of(entry), entry)
+    return best
+
+
+def speeds_cell(entry, speeds):
+    """Return the tokens a second in training at both contexts; speeds: {contender: Entry}."""
+    if model := speeds.get(contender_of(entry)):
+        return " / ".join(f"{speed:,.0f}" for speed in model.record["measures"]["speed"].values())
+
+
+def report(entries, size):
+    """Return the tables of all rates and of the best ones, and the loss over the bytes that are kept."""
+    speeds = {contender_of(entry): entry for entry in entries.values() if entry.name.endswith(", speed")}
+    tried = [entry for entry in entries.values() if contender_of(entry) in CONTENDERS and ", lr " in entry.name]
+    best = best_rates(tried)
+    softmax = min((best[name] for name in SOFTMAX if name in best), key=lambda x: x.mean(val_loss), default=None)
+    lengths = " / ".join(f"{n // size.shrink:,}" for n in MEMORY)
+    columns = [
+        ("parameters", parameters_cell),
+        ("tokens", tokens_cell),
+        ("validation loss", loss_cell),
+        ("to softmax's best", partial(seeds_difference_cell, base=softmax)),
+        ("to forgetting", partial(seeds_difference_cell, base=best.get("forgetting"))),
+        ("other texts, in windows", partial(loss_cell, measure=texts_loss)),
+        ("to softmax's best, text by text", partial(difference_cell, base=softmax, measure="positions", interval=True)),
+        ("at once", at_once_cell),
+        (f"MB after {lengths}", bytes_cell),
+        (f"tokens/s at {CONTEXT // size.shrink:,} / {LONG // size.shrink:,}", partial(speeds_cell, speeds=speeds)),
+    ]
+    blocks, points = [], {}
+    if tried:
+        blocks = [rates_table(merge_rates(tried)), table("The best rates", columns, best.values())]
+        blocks.append("Differences have 95% confidence intervals, over the seeds or over the texts.")
+    for name, entry in best.items():
+        points[name] = [entry.record["measures"]["size"]["bytes"][1] / 1e6], [entry.mean(val_loss)]
+    label = f"MB kept after {LONG // size.shrink:,} tokens"
+    title = "Each point is a contender at its best rate."
+    return blocks, [Panel(label, "validation loss, nats a token", points, title, log_x=True)]
+
+
+if __name__ == "__main__":
+    main(NAME, plan, report, seeds=None, corpus="source_bpe", others=("parts",))
