@@ -1,6 +1,6 @@
 """Softmax that forgets: "Forgetting Transformer" (Lin et al., 2025), to compare with power attention with such gates.
 
-    pip install flash-linear-attention      # whose kernels a GPU needs; a CPU does without
+    pip install flash-linear-attention      # for its kernels, on a GPU
     python -m experiments.train --attention=forgetting --n_layer=6 ...
 
 What it computes      y_i = sum_{j<=i} A_ij v_j,  A_ij proportional to b_ij exp(q_i . k_j / sqrt(D))

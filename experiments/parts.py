@@ -25,7 +25,15 @@ from torch.nn import functional as F
 from sympow.attention import ATTENTIONS
 from sympow.attention.rotary import rotate, rotation_of
 from sympow.attention.state import State
-from sympow.experiments.report import LOSS_COLUMNS, Entry, difference_cell, loss_cell, table, val_loss
+from sympow.experiments.report import (
+    LOSS_COLUMNS,
+    Entry,
+    difference_cell,
+    loss_cell,
+    seeds_difference_cell,
+    table,
+    val_loss,
+)
 from sympow.experiments.runs import main, read_records
 from sympow.experiments.which_attention import CONTEXT, MEMORY, SEEDS, WINDOW, schedule, texts_loss, texts_measure
 from sympow.layers.convolution import Convolution
@@ -179,16 +187,10 @@ def speed_cell(entry):
 
 
 def norms_cell(entry):
-    """Return the median and the largest norm of the gradient after the warm-up, among the steps that were logged."""
-    record = entry.record
-    warm_up = record["settings"]["warmup_iters"] * record["settings"]["tokens_per_step"]
-    norms = [norm for (tokens, _), norm in zip(record["train"], record["grad_norm"]) if tokens > warm_up]
-    return f"{median(norms):.2f} / {max(norms):.2f}" if norms else None
-
-
-def loss_to_base_cell(entry, base):
-    """Return the difference of the validation losses to the Entry base, means over the seeds; None without a base."""
-    return None if base in (None, entry) else f"{entry.mean(val_loss) - base.mean(val_loss):+.4f}"
+    """Return the median and the largest norm of the gradient at the logged steps after the warm-up, a tenth of all."""
+    norms = entry.record["grad_norm"]
+    norms = norms[1 + len(norms) // 10 :]
+    return f"{median(norms):.2f} / {max(norms):.2f}"
 
 
 def rotated_entries(size):
@@ -201,11 +203,11 @@ def rotated_entries(size):
 
 
 def report(entries, size):
-    """Return the table of the parts and, where there are such records, that of rotated models."""
+    """Return the table of the parts and, where there are such records, the one of rotated models."""
     base = entries.get("p=2")
     rate = ("learning rate", lambda entry: f"{entry.record['settings']['learning_rate']:g}")
     texts = ("other texts, in windows", partial(loss_cell, measure=texts_loss))
-    columns = [rate, *LOSS_COLUMNS, ("to p=2", partial(loss_to_base_cell, base=base)), texts]
+    columns = [rate, *LOSS_COLUMNS, ("to p=2", partial(seeds_difference_cell, base=base)), texts]
     columns += [("to p=2, text by text", partial(difference_cell, base=base, measure="positions"))]
     columns += [("tokens/s", speed_cell), ("parameters", parameters_cell)]
     columns += [("gradient's norm, median / largest", norms_cell)]

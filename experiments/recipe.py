@@ -30,7 +30,6 @@ from sympow.experiments.report import (
     loss_cell,
     seeds_difference_cell,
     table,
-    tokens_cell,
     val_loss,
 )
 from sympow.experiments.runs import main, read_records
@@ -41,8 +40,8 @@ from sympow.experiments.which_attention import (
     WINDOW,
     at_once_cell,
     merge_rates,
-    next_rates,
     rates_table,
+    search,
     texts_loss,
 )
 from sympow.model import GPTConfig
@@ -50,7 +49,7 @@ from sympow.runs.settings import fields_of
 
 NAME = "recipe"
 RATES = (2.4e-3, 1.2e-3)
-SEEDS = (1337, 1338, 1339, 1340, 1341)  # of which most contenders get the first three
+SEEDS = (1337, 1338, 1339, 1340, 1341)  # the last two are for the closest contenders
 SOFTMAX = {
     "softmax": dict(attention="softmax"),
     "softmax, convolution": dict(attention="softmax", convolution=CONVOLUTION),
@@ -83,32 +82,18 @@ def plan(size):
     records = {}
     for name in ("parts", NAME):
         records |= read_records(os.path.join(size.folder, f"{name}.json"))
-    searches = {name: search(size, name, records) for name in CONTENDERS}
-    runs = [run for turn in zip_longest(*(runs for runs, _ in searches.values())) for run in turn if run]
-    losses = {name: losses for name, (_, losses) in searches.items() if losses}
-    if size.shrink == 1:
-        lowest = {name: min(of_rates.values()) for name, of_rates in losses.items()}
-        most = {"p=4, heads of 64", "forgetting"}
-        if lowest.keys() >= SOFTMAX.keys():
-            most.add(min(SOFTMAX, key=lowest.get))
-        for i, seed in enumerate(SEEDS[1:], 1):
-            names = [name for name in losses if i < 3 or name in most]
-            runs += [tuned(size, name, min(losses[name], key=losses[name].get), seed) for name in names]
+    full = size.shrink == 1
+    rates, seeds = (RATES, SEEDS[1:]) if full else (RATES[:1], ())
+    searches = {name: search(partial(tuned, size, name), records, rates, extend=full) for name in CONTENDERS}
+    runs = [run for turn in zip_longest(*(tried for tried, _ in searches.values())) for run in turn if run]
+    best = {
+        name: min((loss, rate) for rate, loss in losses.items()) for name, (_, losses) in searches.items() if losses
+    }
+    softmax = min(SOFTMAX, key=best.get) if best.keys() >= SOFTMAX.keys() else None
+    for i, seed in enumerate(seeds):
+        names = best if i < 2 else best.keys() & {"p=4, heads of 64", "forgetting", softmax}
+        runs += [tuned(size, name, rate, seed) for name, (_, rate) in best.items() if name in names]
     return runs + [speed_run(size, name) for name in CONTENDERS]
-
-
-def search(size, name, records):
-    """Return the Runs of the rates that are tried, and {rate: loss} once no other rate needs to be, before that {}."""
-    runs, losses, rates = [], {}, RATES if size.shrink == 1 else RATES[:1]
-    while rates:
-        runs += [tuned(size, name, rate) for rate in rates]
-        for run in runs:
-            if record := run.find(records):
-                losses[run.settings["learning_rate"]] = val_loss(record)
-        if len(losses) < len(runs):
-            return runs, {}
-        rates = next_rates(losses) if size.shrink == 1 else ()
-    return runs, losses
 
 
 def tuned(size, name, rate, seed=SEEDS[0]):
@@ -155,7 +140,6 @@ def report(entries, size):
     lengths = " / ".join(f"{n // size.shrink:,}" for n in MEMORY)
     columns = [
         ("parameters", parameters_cell),
-        ("tokens", tokens_cell),
         ("validation loss", loss_cell),
         ("to softmax's best", partial(seeds_difference_cell, base=softmax)),
         ("to forgetting", partial(seeds_difference_cell, base=best.get("forgetting"))),
@@ -177,4 +161,4 @@ def report(entries, size):
 
 
 if __name__ == "__main__":
-    main(NAME, plan, report, seeds=None, corpus="source_bpe", others=("parts",))
+    main(NAME, plan, report, seeds=None, corpus="source_bpe", shared=("parts",))

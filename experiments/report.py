@@ -84,22 +84,17 @@ def ratio_cell(entry, base, measure=val_loss):
 def seeds_difference_cell(entry, base):
     """Return the mean difference of validation losses to the Entry base ± half of its 95% confidence interval.
 
-    The interval is Welch's, over the seeds; without several seeds of both there is none. None without a base.
+    The interval is over the seeds, with the degrees of freedom of the fewer ones. One seed has none. None without a
+    base.
     """
     if base in (None, entry):
         return None
     samples = [[*map(val_loss, e.records)] for e in (entry, base)]
-    mean = fmean(samples[0]) - fmean(samples[1])
-    if min(map(len, samples)) == 1:
+    mean, seeds = fmean(samples[0]) - fmean(samples[1]), min(map(len, samples))
+    if seeds == 1:
         return f"{mean:+.4f}"
-    errors = [variance(losses) / len(losses) for losses in samples]  # squared standard errors
-    freedom = sum(errors) ** 2 / sum(error**2 / (len(x) - 1) for error, x in zip(errors, samples))
-    return f"{mean:+.4f} ± {student(freedom) * sum(errors) ** 0.5:.4f}"
-
-
-def student(freedom):
-    """Return the 97.5% quantile of Student's t distribution, for the next lower whole number of degrees of freedom."""
-    return STUDENT[min(int(freedom), len(STUDENT)) - 1]
+    error = sum(variance(losses) / len(losses) for losses in samples) ** 0.5
+    return f"{mean:+.4f} ± {STUDENT[seeds - 2] * error:.4f}"
 
 
 def texts_cell(entry):
@@ -115,7 +110,7 @@ def difference_cell(entry, base, measure, interval=False):
     if base in (None, entry):
         return None
     texts = [np.mean([record["measures"][measure]["texts"] for record in e.records], axis=0) for e in (entry, base)]
-    factor = student(len(texts[0]) - 1) if interval else 1.0
+    factor = STUDENT[len(texts[0]) - 2] if interval else 1.0
     return mean_cell(texts[0] - texts[1], sign="+", factor=factor)
 
 

@@ -52,27 +52,31 @@ VARIANTS = {
 def plan(size):
     """Return the runs that the records so far ask for: all rates, then equal time and seeds of the best ones."""
     records = read_records(os.path.join(size.folder, f"{NAME}.json"))
-    runs, best = [], {}  # {name: its best rate}, of variants that need no other rate
-    tried = {name: rates_tried(records, name) for name in VARIANTS}
-    for name, losses in tried.items():
-        rates = {*RATES, *losses}
-        if losses.keys() >= rates:
-            rates |= {*next_rates(losses)}
-        runs += [tuned(size, name, rate) for rate in sorted(rates)]
-        if losses.keys() >= rates:
-            best[name] = min(losses, key=losses.get)
-    if len(best) == len(VARIANTS):
-        ranking = sorted(best.keys() - {"softmax"}, key=lambda name: min(tried[name].values()))
+    searches = {name: search(partial(tuned, size, name), records, RATES) for name in VARIANTS}
+    runs = [run for tried, _ in searches.values() for run in tried]
+    losses = {name: losses for name, (_, losses) in searches.items() if losses}
+    if len(losses) == len(VARIANTS):
+        best = {name: min(of_rates, key=of_rates.get) for name, of_rates in losses.items()}
+        ranking = sorted(best.keys() - {"softmax"}, key=lambda name: min(losses[name].values()))
         runs += [at_equal_time(size, name, best[name], records) for name in ("softmax", *ranking[:2])]
         runs += [tuned(size, name, rate, seed=seed) for name, rate in best.items() for seed in SEEDS[1:]]
     return runs
 
 
-def rates_tried(records, name):
-    """Return {rate: validation loss} of a variant's records with the first seed and a number of steps."""
-    tried = [record for record in records.values() if record["name"].startswith(f"{name}, lr ")]
-    tried = [record for record in tried if record["settings"]["seed"] == SEEDS[0]]
-    return {record["settings"]["learning_rate"]: val_loss(record) for record in tried}
+def search(make_run, records, rates, extend=True):
+    """Return the Runs make_run(rate) that are tried, and {rate: validation loss} once all of them have records.
+
+    extend: try the next rate too while the best one lies on the edge. Before all have records, the losses are {}.
+    """
+    runs = []
+    while rates:
+        runs += map(make_run, rates)
+        records_of_runs = [run.find(records) for run in runs]
+        if None in records_of_runs:
+            return runs, {}
+        losses = {record["settings"]["learning_rate"]: val_loss(record) for record in records_of_runs}
+        rates = next_rates(losses) if extend else ()
+    return runs, losses
 
 
 def next_rates(losses):
