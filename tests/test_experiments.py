@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from numerics import DEVICE, GATES, gradients, relative_error
 
-from sympow.attention import ATTENTIONS
+from sympow.attention import ATTENTIONS, naive
 from sympow.data import near_duplicates
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_json
@@ -26,7 +27,8 @@ from sympow.data.recall.tasks import CHANCE, make_pairs, questions
 from sympow.data.source import prepare as prepare_source
 from sympow.data.tokenizer import Tokenizer
 from sympow.experiments import train as experiment_train
-from sympow.experiments import capacity, evaluation_length, measure, report, runs, which_attention
+from sympow.experiments import capacity, evaluation_length, measure, parts, recipe, report, runs, which_attention
+from sympow.experiments.forgetting import fla_attention, forgetting_attention
 from sympow.experiments.measure import positions, read_text, read_tokens, score
 from sympow.experiments.report import Entry, Panel, draw_panel, ratio_cell, table
 from sympow.model import GPT, GPTConfig
@@ -206,6 +208,11 @@ def test_a_table_names_the_corpus_and_mixes_no_two():
         table("T", columns, [*entries, entry("three", 1.0, corpus="other")])
 
 
+def test_a_difference_has_a_confidence_interval_over_the_seeds():
+    rows = [Entry("", [dict(val=[[1, loss]]) for loss in losses]) for losses in ((1.0, 1.1, 1.2), (0.9, 0.9, 0.9, 0.9))]
+    assert report.seeds_difference_cell(*rows) == "+0.2000 ± 0.2484"  # 4.303 standard errors of 0.1 / sqrt(3)
+
+
 def test_a_panel_leaves_out_the_first_losses_of_curves_and_the_end_of_none():
     axis = Figure().subplots()
     lines = {"fast": (range(2), [9.0, 1.0]), "good": (range(2), [9.0, 1.0]), "slow": (range(2), [9.0, 5.0])}
@@ -250,7 +257,7 @@ def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, 
 def read_losses(folder):
     """Return the losses of a run in two stages. The first step of each compiles."""
     steps = [(10, 0.3, 8), (100, 10, 8), (110, 0.1, 16), (200, 5, 16)]
-    train = [dict(zip(("tokens", "tok_per_sec", "context"), step), train_loss=4.0) for step in steps]
+    train = [dict(zip(("tokens", "tok_per_sec", "context"), step), train_loss=4.0, grad_norm=1.0) for step in steps]
     return train, [dict(tokens=100, val_loss=4.5), dict(tokens=200, val_loss=1.0, gate=[0.9])]
 
 
@@ -266,6 +273,14 @@ def plan(size):
     return [*trained, size.new_model("state", {"state": dict(tokens=64)}, attention="softmax")]
 
 
+MEASURED = dict(
+    size=dict(parameters=9, bytes=[10**6, 2 * 10**6, 3 * 10**6]),
+    positions=dict(texts=[1.0, 2.0]),
+    far=dict(texts=[1.0, 2.0]),
+    speed={"256": 1000.0, "4096": 2000.0},
+)
+
+
 def report_tokens(entries, size):
     return [table("T", [("tokens", lambda entry: entry.record.get("tokens"))], entries.values())], []
 
@@ -279,12 +294,12 @@ def experiment(dataset, tmp_path, monkeypatch):
 
     def commands(run):
         started.append(run.name)
-        write_json(f"{run.folder}.json", {})
+        write_json(f"{run.folder}.json", MEASURED)
         return [["no_such_program" if run.name in failing else "this"]]
 
-    def main(*options, name="x"):
+    def main(*options, name="x", experiment=(plan, report_tokens), **settings):
         return helpers.call(
-            lambda: runs.main(name, plan, report_tokens), "--size=tiny", f"--dataset={dataset}", *options
+            lambda: runs.main(name, *experiment, **settings), "--size=tiny", f"--dataset={dataset}", *options
         )
 
     monkeypatch.setattr(runs.Run, "commands", commands)
@@ -332,6 +347,34 @@ def test_after_the_minutes_a_run_is_told_to_stop_and_no_other_begins(experiment,
     assert main("--minutes=0.02") == 3 and [process.returncode for process in processes] == [-signal.SIGTERM]
 
 
+def test_a_stopped_experiment_keeps_the_records_of_all_runs_that_ended(experiment, monkeypatch):
+    main, started, _ = experiment
+    popen = subprocess.Popen
+
+    def start(command, **options):
+        if started == ["softmax", "sympow"]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return popen(command, **options)
+
+    monkeypatch.setattr(runs, "subprocess", SimpleNamespace(Popen=start))
+    assert main() == 128 + signal.SIGTERM
+    [record] = read_json("out/experiments/tiny/x.json")["runs"].values()
+    assert record["name"] == "softmax" and main() == 0 and started[2:] == ["sympow", "state"]
+
+
+def test_the_recipe_takes_equal_runs_from_the_parts_and_reports_each_contender(experiment, monkeypatch):
+    main, started, _ = experiment
+    monkeypatch.setattr(runs, "plot", lambda panels, png: None)
+    assert main(name="parts", experiment=(parts.plan, parts.report), seeds=None) == 0
+    assert started == list(parts.RUNS)
+    assert main(name="recipe", experiment=(recipe.plan, recipe.report), seeds=None, shared=("parts",)) == 0
+    new = started[len(parts.RUNS) :]
+    assert len(new) == 2 * len(recipe.CONTENDERS) - 8 and "p=2, heads of 64, lr 0.0024" not in new
+    table = pathlib.Path("out/experiments/tiny/recipe.md").read_text().split("**The best rates**")[1]
+    row = "| p=4, heads of 64, lr 0.0024 | 9 | 1.0000 | +0.0000 | +0.0000 | 1.5000 | +0.0000 ± 0.0000 | 1.5000 |"
+    assert f"{row} 1.0 / 2.0 / 3.0 | 1,000 / 2,000 |" in table
+
+
 @pytest.mark.parametrize("options", [["--size=huge"], ["--gpus=1"], ["--dataset=missing"]])
 def test_mistakes_are_one_line(experiment, options, capsys):
     main, started, _ = experiment
@@ -351,7 +394,8 @@ def test_tables_in_docs_are_those_of_their_records(name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch):
+@pytest.mark.parametrize("experiment,name", [(evaluation_length, "sympow_gating p=2"), (recipe, "forgetting")])
+def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch, experiment, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", helpers.ROOT)
     model = dict(n_layer=2, n_head=1, n_embd=16)
@@ -359,33 +403,45 @@ def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch)
     monkeypatch.setitem(runs.SIZES, "tiny", size)
 
     def main():
-        runs.main("x", lambda size: evaluation_length.plan(size)[:1], evaluation_length.report)
+        runs.main(
+            "x", lambda size: [run for run in experiment.plan(size) if run.name.startswith(name)], experiment.report
+        )
 
     assert helpers.call(main, "--size=tiny", f"--dataset={dataset}") == 0
-    [record] = read_json("out/experiments/tiny/x.json")["runs"].values()
+    record, *_ = read_json("out/experiments/tiny/x.json")["runs"].values()
     far = record["measures"]["far"]
     assert len(far["mean"]) == len(far["errors"]) > 20 and len(record["gate"]) == 2
     assert record["val"][-1][1] < 6
     assert os.path.getsize("out/experiments/tiny/x.png") > 1000
 
 
-def test_the_best_rate_of_each_attention_is_looked_for_until_it_lies_between_others(tmp_path):
-    """With records as they would be if the best rate of each were 1.2e-3 times its place in the list, at most 6e-3."""
-    size = replace(runs.SIZES["tiny"], folder=str(tmp_path))
-    names, records, stages = list(which_attention.VARIANTS), {}, []
-    while asked := [run for run in which_attention.plan(size) if not run.find(records)]:
+def follow_plan(experiment, size, best_place):
+    """Return the names of the runs that an experiment asks for at one start after another, until it has all.
+
+    best_place(name) is 1 if the run's best rate is 1.2e-3, and n if it is n times as high; then it is as fast, too.
+    """
+    records, stages = {}, []
+    while asked := [run for run in experiment.plan(size) if not run.find(records)]:
         stages.append([run.name for run in asked])
         for run in asked:
-            place = min(5, 1 + names.index(re.split(", (?:lr|speed|equal)", run.name)[0]))
-            loss = place + abs(math.log(run.settings["learning_rate"] / (1.2e-3 * place)))
+            place = best_place(re.split(", (?:lr|speed|equal)", run.name)[0])
+            loss = place + abs(math.log(run.settings.get("learning_rate", 1) / (1.2e-3 * place)))
             records[run.folder] = dict(
                 name=run.name,
                 settings=run.settings,
-                corpus={"name": "pystdlib"},
+                corpus={"name": os.path.basename(size.dataset)},
                 val=[[1, loss]],
                 tokens_per_second={"256": 4096.0 * place},
             )
-        write_json(str(tmp_path / "which_attention.json"), {"runs": records})
+        write_json(os.path.join(size.folder, f"{experiment.NAME}.json"), {"runs": records})
+    return stages
+
+
+def test_the_best_rate_of_each_attention_is_looked_for_until_it_lies_between_others(tmp_path):
+    """With records as they would be if the best rate of each were 1.2e-3 times its place in the list, at most 6e-3."""
+    size = replace(runs.SIZES["tiny"], folder=str(tmp_path))
+    names = list(which_attention.VARIANTS)
+    stages = follow_plan(which_attention, size, lambda name: min(5, 1 + names.index(name)))
     assert stages[0] == [f"{name}, lr {rate:g}" for name in names for rate in which_attention.RATES]
     assert stages[1] == ["softmax, lr 0.0006", *(f"{name}, lr 0.0096" for name in names[2:])]
     best = [f"{name}, lr {rate}" for name, rate in zip(names, (0.0012, 0.0024, *4 * [0.0048]))]
@@ -394,6 +450,18 @@ def test_the_best_rate_of_each_attention_is_looked_for_until_it_lies_between_oth
     assert len(stages) == 4
     timed = [run.settings["max_iters"] for run in which_attention.plan(size) if run.name.endswith("equal time")]
     assert timed == [12, 25, 38]  # 12.5 s at 1, 2 and 3 steps a second
+
+
+def test_each_contender_gets_seeds_at_its_best_rate_and_the_closest_ones_get_five(tmp_path):
+    """With records as they would be if forgetting were best at 4.8e-3, all others at 2.4e-3."""
+    size, names = replace(runs.SIZES["small"], folder=str(tmp_path)), list(recipe.CONTENDERS)
+    first, *stages = follow_plan(recipe, size, lambda name: 4 if name == "forgetting" else 2)
+    assert first[: 2 * len(names)] == [f"{name}, lr {rate:g}" for rate in recipe.RATES for name in names]
+    assert first[2 * len(names) :] == [f"{name}, speed" for name in names]
+    best = [f"{name}, lr 0.0024" for name in names if name != "forgetting"]
+    closest = [name for name in best if name.startswith(("p=4, heads of 64", "softmax, lr"))]
+    next_rate = ["forgetting, lr 0.0096", *2 * best, *2 * closest]
+    assert stages == [[f"{name}, lr 0.0048" for name in names], next_rate, 4 * ["forgetting, lr 0.0048"]]
 
 
 def test_half_lives_are_those_of_each_heads_gate(dataset):
@@ -420,17 +488,8 @@ def test_power_attention_and_the_window_beside_it_keep_as_many_bytes():
             assert kept[f"gated p=2, D={D}"] < kept[f"hybrid 1:1, p=2, D={D}"] < window
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "sympow_gating+norm",
-        "sympow_gating+spread",
-        "softmax+norm",
-        "conformal_sympow+slow",
-        "conformal_sympow+heads",
-    ],
-)
-def test_an_attention_with_parts_is_causal_and_trains_all_of_them(name, monkeypatch):
+@pytest.mark.parametrize("name", [*(f"sympow_gating+{part}" for part in ("norm", "half", "kv", "rms")), "forgetting"])
+def test_an_attention_of_the_experiments_is_causal_and_trains_all_weights(name, monkeypatch):
     monkeypatch.setitem(ATTENTIONS, name, None)
     experiment_train.register(name)
     torch.manual_seed(SEED)
@@ -445,11 +504,43 @@ def test_an_attention_with_parts_is_causal_and_trains_all_of_them(name, monkeypa
     state = model.empty_state(2)
     whole, state = model.hidden(ids, state)
     assert (model.logits(whole) - model(ids)[0]).abs().max() < 1e-9
-    with pytest.raises(ValueError, match="reads a text at once"):
-        model.hidden(ids, state)
+    if name == "forgetting":
+        again = model.hidden(ids, state)[0]
+        assert (model.logits(again) - model(ids.repeat(1, 2))[0][:, 40:]).abs().max() < 1e-9
+    else:
+        with pytest.raises(ValueError, match="reads a text at once"):
+            model.hidden(ids, state)
     assert changed[:30].max() < 1e-9 and changed[30:].min() > 1e-6
     model(ids[:, :-1], ids[:, 1:])[1].backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+# ---- softmax that forgets
+
+
+def forget_naively(q, k, v, log_g):
+    """Return sum_j A_ij v_j / sum_j A_ij, A_ij = exp(q_i . k_j / sqrt(D)) gamma_{j+1} .. gamma_i."""
+    k, v, gates = (x.repeat_interleave(2, dim=2) for x in (k, v, log_g.exp()))
+    weights = naive.gate_products(gates)[0] * torch.einsum("bihd,bjhd->bhij", q / q.shape[3] ** 0.5, k).exp()
+    return (weights @ v.transpose(1, 2) / weights.sum(3, keepdim=True)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "attend,dtype,bound",
+    [
+        (forgetting_attention, torch.float64, 1e-12),
+        pytest.param(fla_attention, torch.float32, 2e-3, marks=pytest.mark.gpu),  # in products of tf32
+        pytest.param(fla_attention, torch.bfloat16, 2e-2, marks=pytest.mark.gpu),
+    ],
+)
+def test_forgetting_attention_and_its_gradients_are_those_of_the_formula(attend, dtype, bound):
+    if attend is fla_attention:
+        pytest.importorskip("fla")
+    tensors = [torch.randn(2, 150, heads, 64).to(DEVICE, dtype) for heads in (4, 2, 2)]
+    tensors.append(GATES["learned"](torch.randn(2, 150, 2)).to(DEVICE, torch.promote_types(dtype, torch.float32)))
+    formula = gradients(forget_naively, tensors, to=torch.Tensor.double)
+    for name, x, y in zip(("y", "dq", "dk", "dv", "dlog_g"), gradients(attend, tensors), formula):
+        assert relative_error(x, y, 1e-6) < bound, name
 
 
 def experiments_of(section):
