@@ -21,7 +21,6 @@ from sympow.experiments.parts import (
     CONVOLUTION,
     HYBRID,
     bytes_cell,
-    make_run,
     parameters_cell,
 )
 from sympow.experiments.report import (
@@ -39,6 +38,7 @@ from sympow.experiments.which_attention import (
     MEMORY,
     WINDOW,
     at_once_cell,
+    make_run,
     merge_rates,
     rates_table,
     search,
@@ -55,7 +55,7 @@ SOFTMAX = {
     "softmax, convolution": dict(attention="softmax", convolution=CONVOLUTION),
     "softmax, convolution, output gate": dict(attention="softmax", **AROUND),
 }
-CONTENDERS = {  # name -> settings, the most important first; heads: as in parts.py
+CONTENDERS = {  # name -> settings, the most important first
     "p=4, heads of 64": BASE | dict(p=4),
     "forgetting": BASE | dict(attention="forgetting"),
     "softmax, convolution": SOFTMAX["softmax, convolution"],
@@ -98,7 +98,7 @@ def plan(size):
 
 def tuned(size, name, rate, seed=SEEDS[0]):
     """Return the Run of a contender at one rate."""
-    return make_run(size, f"{name}, lr {rate:g}", CONTENDERS[name], seed, rate)
+    return make_run(size, f"{name}, lr {rate:g}", CONTENDERS[name], rate, seed)
 
 
 def speed_run(size, name):

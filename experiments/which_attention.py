@@ -44,7 +44,7 @@ VARIANTS = {
     "softmax in a window": dict(attention="softmax", window=WINDOW),  # what the hybrid gains over it comes from states
     "hybrid in a window": dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", p=2, window=WINDOW),
     "gated p=4": variant("sympow_gating p=4"),
-    "gated p=2, wide heads": variant("sympow_gating p=2"),  # half as many, twice as wide
+    "gated p=2, wide heads": variant("sympow_gating p=2") | dict(heads=128),
     "conformal p=2": variant("conformal_sympow p=2"),
 }
 
@@ -89,7 +89,7 @@ def next_rates(losses):
 
 def tuned(size, name, rate, seed=SEEDS[0]):
     """Return the Run of a variant at one rate for 131 M tokens."""
-    return make_run(size, name, f"{name}, lr {rate:g}", rate, seed=seed, steps=1000)
+    return make_run(size, f"{name}, lr {rate:g}", VARIANTS[name], rate, seed)
 
 
 def at_equal_time(size, name, rate, records):
@@ -97,30 +97,37 @@ def at_equal_time(size, name, rate, records):
 
     The speed counts for the GPU that measured it: let one kind of GPU train all runs of equal time.
     """
-    short = make_run(size, name, f"{name}, speed", rate, seed=SEEDS[0], steps=SPEED_STEPS * size.fewer)
-    short = replace(short, measures={})
+    settings = VARIANTS[name] | dict(steps=SPEED_STEPS * size.fewer)
+    short = replace(make_run(size, f"{name}, speed", settings, rate), measures={})
     record = short.find(records)
     if not record:
         return short
     (speed,) = record["tokens_per_second"].values()
     seconds = SECONDS * size.seconds / SIZES["small"].seconds
     steps = max(12, round(seconds * speed / size.tokens_per_step))
-    return make_run(size, name, f"{name}, equal time", rate, seed=SEEDS[0], steps=steps * size.fewer)
+    return make_run(size, f"{name}, equal time", VARIANTS[name] | dict(steps=steps * size.fewer), rate)
 
 
-def make_run(size, name, title, rate, **options):
-    """Return a Run that is read in windows of its context and, unless it is softmax, at once."""
-    settings = VARIANTS[name] | schedule(size, rate)
+def make_run(size, title, settings, rate, seed=SEEDS[0]):
+    """Return the Run of a model that is read in windows of its context and, where it can be, at once.
+
+    settings: train.py's, and two more: steps, if they are not 1,000, and heads, their dimension at a width of 384, if
+    it is not 64. Size tiny divides heads, windows and steps.
+    """
+    settings = schedule(size, rate) | settings
     if "window" in settings:
         settings["window"] //= size.shrink
-    if name == "gated p=2, wide heads":
-        heads, width = size.model["n_head"], size.model["n_embd"]
-        settings |= dict(n_head=heads // 2, head_dim=2 * width // heads)
-    measures = {"positions": texts_measure(size)}
-    if name != "softmax":
-        measures["far"] = measures["positions"] | dict(window=0)
-        measures["half_lives"] = dict(length=CONTEXT // size.shrink)
-    return size.run(title, CONTEXT, measures=measures, **settings, **options)
+    if "heads" in settings:
+        width = size.model["n_embd"]
+        head_dim = max(4, settings.pop("heads") * width // 384 // 2 * 2)
+        settings |= dict(n_head=width // head_dim, head_dim=head_dim)
+    texts = texts_measure(size)
+    measures = {"size": dict(lengths=[n // size.shrink for n in MEMORY]), "positions": texts}
+    measures["half_lives"] = dict(length=CONTEXT // size.shrink)
+    grows = "softmax" in settings["attention"] and "window" not in settings
+    if not grows and "+" not in settings["attention"]:
+        measures["far"] = texts | dict(window=0)
+    return size.run(title, CONTEXT, settings.pop("steps", 1000), measures, seed=seed, **settings)
 
 
 def schedule(size, rate):
