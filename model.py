@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow import check_choice
-from sympow.attention import ATTENTIONS, layer_pattern
+from sympow.attention import ATTENTIONS, join_positions, layer_pattern
 from sympow.attention.positions import POSITIONS, check_length
 from sympow.attention.state import ModelState
 from sympow.attention.variant import RECIPE, check_layer
@@ -84,11 +84,8 @@ class GPTConfig:
             ATTENTIONS[self.attention].choose_settings(self)
             return
         layers = [self.layer(i) for i in range(math.lcm(len(names), len(positions)))]  # which chooses and checks
-        places = [layer.positions for layer in layers]
-        self.positions = ",".join(places if len({*places}) > 1 else places[:1])
-        if "learned" in places and len({*places}) > 1:
-            raise ValueError(f"positions=learned is a table for all layers, got positions={self.positions}")
         leading = next((layer for layer in layers if ATTENTIONS[layer.attention].recipe(layer) != RECIPE), layers[0])
+        self.positions = join_positions(layers, leading if positions == ["auto"] else None)
         for name in RECIPE:
             if getattr(self, name) == "auto":
                 setattr(self, name, getattr(leading, name))

@@ -57,6 +57,18 @@ def layer_pattern(setting, text, choices, n_layer):
     return names
 
 
+def join_positions(layers, leading=None):
+    """Return the value of the setting positions with which layers (a list of GPTConfigs) have theirs.
+
+    leading: the layer whose positions softmax layers have, or None. Raises ValueError for a table that some do not see.
+    """
+    places = [leading.positions if leading and ATTENTIONS[x.attention].follows else x.positions for x in layers]
+    joined = ",".join(places if len({*places}) > 1 else places[:1])
+    if "learned" in places and "," in joined:
+        raise ValueError(f"positions=learned is a table for all layers, got positions={joined}")
+    return joined
+
+
 def position_schemes(config):
     """Return a text that says where the layers of a GPTConfig get their positions from, or "" if all rotate."""
     layers = [config.layer(i) for i in range(config.n_layer)]

@@ -63,7 +63,7 @@ def packed_softmax_attention(q, k, v, resets):
 class Softmax(KVCacheVariant):
     decodes_on_kernels = "softmax"
     splits_context = True
-    windows = True
+    windows = follows = True
 
     def __init__(self, config):
         super().__init__(config)

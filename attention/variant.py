@@ -103,6 +103,7 @@ class Variant(nn.Module):
     # is no KV cache, or no such choice.
     switch_over = None
     windows = False  # True if it has a window where the setting `window` is not 0
+    follows = False  # True if in a hybrid positions=auto is what another layer's recipe has
     rotates = True  # False if its `forward` does not rotate q and k by their positions
     # True if its `forward` computes one rank's part of a sequence when `context` is set (parallel/context.py). Only the
     # class itself is asked: a subclass that computes something else must say so too.

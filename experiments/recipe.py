@@ -1,8 +1,8 @@
 """Does power attention with the recipe learn as well as softmax? Every contender at its best rate, with several seeds.
 
 Each is trained with both of RATES, and with the next one while the best lies on the edge. Its best rate gets three
-seeds; p = 4, softmax with its best parts and forgetting get five. Rates are chosen by the validation loss. Runs of
-parts.py are taken from there. The records decide what is trained next: repeat the command until its status is 0.
+seeds; p = 4, softmax with its best parts and forgetting get five. Rates are chosen by the validation loss. The records
+decide what is trained next: repeat the command until its status is 0.
 
     pip install flash-linear-attention      # for gated_deltanet and, on GPUs, for forgetting
 
@@ -20,8 +20,6 @@ from sympow.experiments.parts import (
     BASE,
     CONVOLUTION,
     HYBRID,
-    bytes_cell,
-    parameters_cell,
 )
 from sympow.experiments.report import (
     Panel,
@@ -79,9 +77,7 @@ def plan(size):
 
     Of size tiny all contenders have one rate and one seed.
     """
-    records = {}
-    for name in ("parts", NAME):
-        records |= read_records(os.path.join(size.folder, f"{name}.json"))
+    records = read_records(os.path.join(size.folder, f"{NAME}.json"))
     full = size.shrink == 1
     rates, seeds = (RATES, SEEDS[1:]) if full else (RATES[:1], ())
     searches = {name: search(partial(tuned, size, name), records, rates, extend=full) for name in CONTENDERS}
@@ -110,6 +106,16 @@ def speed_run(size, name):
 
 
 # ---- the report
+
+
+def parameters_cell(entry):
+    """Return the number of parameters."""
+    return entry.record["measures"]["size"]["parameters"]
+
+
+def bytes_cell(entry):
+    """Return the megabytes that generation keeps after texts of the lengths of MEMORY."""
+    return " / ".join(f"{size / 1e6:,.1f}" for size in entry.record["measures"]["size"]["bytes"])
 
 
 def contender_of(entry):
@@ -161,4 +167,4 @@ def report(entries, size):
 
 
 if __name__ == "__main__":
-    main(NAME, plan, report, seeds=None, corpus="source_bpe", shared=("parts",))
+    main(NAME, plan, report, seeds=None, corpus="source_bpe")

@@ -144,12 +144,12 @@ SIZES = {
 }
 
 
-def main(name, plan, report, seeds=(1337,), prepare=None, corpus=None, shared=()):
+def main(name, plan, report, seeds=(1337,), prepare=None, corpus=None):
     """Run the experiment of this name with the options of the command line; exit with 3 if runs are missing.
 
     plan(size) may ask for other runs once there are more records. seeds: the default of --seeds; None if plan chooses.
     prepare: a function of the Size that prepares data before anything is trained. corpus: the dataset of size small, if
-    it is not data/source. shared: names of experiments that have records which count too.
+    it is not data/source.
     """
     command = f"python -m experiments.{name}"
     parser = Parser(sys.modules["__main__"].__doc__, prog=command)
@@ -163,10 +163,8 @@ def main(name, plan, report, seeds=(1337,), prepare=None, corpus=None, shared=()
     args = parser.parse_args()
     size = replace(SIZES[args.size], dataset=args.dataset or default[args.size])
     path = os.path.join(size.folder, name)
-    records, shared_records = read_records(f"{path}.json"), {}
-    for experiment in shared:
-        shared_records |= read_records(os.path.join(size.folder, f"{experiment}.json"))
-    missing = [run for run in plan_seeds(plan, size, args) if not run.find(shared_records | records)]
+    records = read_records(f"{path}.json")
+    missing = [run for run in plan_seeds(plan, size, args) if not run.find(records)]
     if missing and args.minutes:
         try:
             if prepare:
@@ -179,7 +177,7 @@ def main(name, plan, report, seeds=(1337,), prepare=None, corpus=None, shared=()
     entries = {}
     missing = []
     for run in plan_seeds(plan, size, args):
-        if record := run.find(shared_records | records):
+        if record := run.find(records):
             entries.setdefault(run.name, Entry(run.name, [])).records.append(record)
         else:
             missing.append(f"{run.name}, seed {run.settings['seed']}")

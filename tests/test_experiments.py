@@ -362,14 +362,13 @@ def test_a_stopped_experiment_keeps_the_records_of_all_runs_that_ended(experimen
     assert record["name"] == "softmax" and main() == 0 and started[2:] == ["sympow", "state"]
 
 
-def test_the_recipe_takes_equal_runs_from_the_parts_and_reports_each_contender(experiment, monkeypatch):
+def test_the_parts_and_the_recipe_report_each_run(experiment, monkeypatch):
     main, started, _ = experiment
     monkeypatch.setattr(runs, "plot", lambda panels, png: None)
     assert main(name="parts", experiment=(parts.plan, parts.report), seeds=None) == 0
     assert started == list(parts.RUNS)
-    assert main(name="recipe", experiment=(recipe.plan, recipe.report), seeds=None, shared=("parts",)) == 0
-    new = started[len(parts.RUNS) :]
-    assert len(new) == 2 * len(recipe.CONTENDERS) - 8 and "p=2, heads of 64, lr 0.0024" not in new
+    assert main(name="recipe", experiment=(recipe.plan, recipe.report), seeds=None) == 0
+    assert len(started[len(parts.RUNS) :]) == 2 * len(recipe.CONTENDERS)
     table = pathlib.Path("out/experiments/tiny/recipe.md").read_text().split("**The best rates**")[1]
     row = "| p=4, heads of 64, lr 0.0024 | 9 | 1.0000 | +0.0000 | +0.0000 | 1.5000 | +0.0000 ± 0.0000 | 1.5000 |"
     assert f"{row} 1.0 / 2.0 / 3.0 | 1,000 / 2,000 |" in table
@@ -388,7 +387,7 @@ def test_tables_in_docs_are_those_of_their_records(name, monkeypatch):
     monkeypatch.setattr(runs, "plot", lambda panels, png: None)
     monkeypatch.setattr(runs, "write_atomically", texts.__setitem__)
     status = helpers.call(lambda: runpy.run_path(f"experiments/{name}.py", run_name="__main__"), "--minutes=0")
-    assert status == 0
+    assert status in (0, 3)  # 3: the table names runs that are planned
     path = f"docs/data/{name}.md"
     assert texts == {path: pathlib.Path(path).read_bytes()}
 

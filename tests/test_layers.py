@@ -87,11 +87,8 @@ CHOICES = [
     ("attention=sympow_gating", "none 3.0 4 True", "positions=none"),
     ("attention=sympow_gating gate_bias=auto convolution=2 output_gate=0", "none 3.0 2 False", "positions=none"),
     ("attention=sympow_gating gate=fixed", "rotary 6.9 0 False", ""),
-    (
-        "attention=sympow_gating,softmax",
-        "none,rotary 3.0 4 True",
-        "softmax layers rotate q and k; sympow_gating layers do not",
-    ),
+    ("attention=softmax,sympow_gating", "none 3.0 4 True", "positions=none"),
+    ("attention=softmax,sympow", "rotary 6.9 0 False", ""),
     (
         "attention=conformal_sympow,sympow_gating",
         "rotary,none 3.0 4 True",
