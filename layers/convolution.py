@@ -19,14 +19,13 @@ class Convolution(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n, channels).uniform_(-(n**-0.5), n**-0.5))
 
-    def forward(self, x, resets=None, recent=None, recent_resets=None):
+    def forward(self, x, resets=None, recent=None):
         """Return y for x, both [B, T, H, D].
 
         resets [B, T] bool or None: a token where it is true sees nothing before it. recent [B, n - 1, H, D]: the inputs
-        before x, as `last_inputs` returned them, or None before the first token. recent_resets [B, n - 1]: theirs, if
-        not all of them are seen.
+        before x, as `last_inputs` returned them, or None before the first token.
         """
-        documents = self._documents(resets, recent_resets)
+        documents = self._documents(resets)
         if recent is None and not transforms_active():
             return ShiftedSum.apply(x, self.weight, documents)
         return _sum(self._prepend(recent, x), self.weight, documents)
@@ -42,10 +41,8 @@ class Convolution(nn.Module):
             return F.pad(x, (0, 0, 0, 0, len(self.weight) - 1, 0))
         return torch.cat((recent.to(x.dtype), x), dim=1)
 
-    def _documents(self, resets, recent_resets=None):
+    def _documents(self, resets):
         """Return the number of the document of each token and of the n - 1 before them, [B, n - 1 + T], or None."""
-        if recent_resets is not None:
-            return torch.cat((recent_resets, resets), dim=1).cumsum(1)
         return None if resets is None else F.pad(resets, (len(self.weight) - 1, 0)).cumsum(1)
 
 

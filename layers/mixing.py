@@ -32,8 +32,9 @@ def mix_tokens(layer, x, heads, resets, state):
 def convolve_in_context(conv, qkv, resets, context):
     """Return conv(qkv, resets) of this rank's tokens of sequences that the ranks of a Context share."""
     n = len(conv.weight) - 1
-    before = None if resets is None else context.tokens_before(resets.to(torch.int32), n).bool()
-    return context.join(conv(context.split(qkv), context.split(resets), context.tokens_before(qkv, n), before))
+    if resets is not None:
+        resets = context.split_overlapping(resets.to(torch.int32), n).bool()
+    return context.join(conv(context.split_overlapping(qkv, n), resets)[:, n:])
 
 
 def split_heads(layer, heads):

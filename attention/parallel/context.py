@@ -95,16 +95,17 @@ class Context:
         totals = self.gather(x.transpose(0, 1))  # [all pieces, B]
         return (totals.cumsum(0) - totals)[list(self.mine)].transpose(0, 1)
 
-    def tokens_before(self, x, n):
-        """Return the n tokens before each of this rank's pieces, [B * pieces, n, ...], zeros before the first, for
-        x [B, T / N, ...]. Differentiable."""
-        pieces = self.split(x).unflatten(0, (-1, self.pieces)).transpose(0, 1)
-        ends = self.gather(pieces[:, :, -n:])  # [all pieces, B, n or the whole piece, ...]
-        m, ends = ends.shape[2], ends.transpose(0, 1).flatten(1, 2)
-        ends = torch.cat((ends.new_zeros(ends.shape[0], n, *ends.shape[2:]), ends), dim=1)
+    def split_overlapping(self, x, n):
+        """Return what `split` does with n tokens before each piece, zeros before the sequence. Differentiable."""
+        pieces = self.split(x)
+        ends = self.gather(pieces[:, -n:].unflatten(0, (-1, self.pieces)).transpose(0, 1))  # [all pieces, B, m, ...]
+        m = ends.shape[2]  # n, or the length of a piece if that is less
+        tokens = ends.transpose(0, 1).flatten(1, 2)
+        tokens = torch.cat((tokens.new_zeros(tokens.shape[0], n, *tokens.shape[2:]), tokens), dim=1)
         # no slices: the compiler would leave the exchange out where a rank needs the zeros alone
-        rows = torch.cat([torch.arange(g * m, g * m + n, device=x.device) for g in self.mine])
-        return ends.index_select(1, rows).unflatten(1, (self.pieces, n)).flatten(0, 1)
+        rows = torch.cat([torch.arange(piece * m, piece * m + n, device=x.device) for piece in self.mine])
+        before = tokens.index_select(1, rows).unflatten(1, (self.pieces, n)).flatten(0, 1)
+        return torch.cat((before, pieces), dim=1)
 
     def gather(self, x):
         """Return x [pieces, ...] of all ranks, in the order of the sequence: [N * pieces, ...]. Differentiable."""
