@@ -6,6 +6,7 @@ The group tests run in forked processes, gloo, in float64: one group of four ran
 import json
 import os
 import shutil
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -26,9 +27,11 @@ from numerics import relative_error
 
 from sympow import train
 from sympow.attention import ATTENTIONS, Sympow
-from sympow.attention.parallel.context import pieces_of
+from sympow.attention.parallel.context import Context, pieces_of
 from sympow.data.dataset import Dataset
 from sympow.data.loader import Windows, eval_batches, train_batch
+from sympow.layers.convolution import Convolution
+from sympow.layers.mixing import convolve_in_context
 from sympow.model import GPT, GPTConfig
 from sympow.training.parallel import Averaged, Layout, split_context, whole_sequences
 
@@ -47,6 +50,9 @@ CASES = {  # name: the model's settings
 }
 
 
+# of four ranks, pieces begin at multiples of 8 tokens, or of 4 if they are balanced
+CONVOLVED = 2, 3, 4, 5, 6, 12, 40  # tokens of convolutions: within a piece, as long as one, over several and over all
+RESETS = {"none": None, "at a border": [8, 16], "before": [7, 15], "after": [9, 17], "many": [0, 3, 4, 5, 12, 20, 31]}
 ON_FOUR = "packed", "conformal", "hybrid, packed", "even_power", "pairs, packed"  # the others on two ranks alone
 
 
@@ -79,6 +85,9 @@ def group_member():
             found[f"{name}, 2 ranks"] = errors_of_case(2, pairs[rank // 2], make_model(**settings))
     for name in ON_FOUR:
         found[f"{name}, 4 ranks"] = errors_of_case(4, dist.group.WORLD, make_model(**CASES[name]))
+    for balanced, resets in product((False, True), RESETS):
+        context = Context(dist.group.WORLD, balanced)
+        found[f"{balanced}, {resets}"] = [errors_of_convolution(context, n, RESETS[resets]) for n in CONVOLVED]
     with open(f"errors_{rank}.json", "w") as f:
         json.dump({name: errors for name, errors in found.items() if errors}, f)
     dist.barrier()
@@ -112,6 +121,30 @@ def errors_of_case(size, group, model):
     return [relative_error(x, r, 0) for x, r in zip(sums, references)]
 
 
+def errors_of_convolution(context, n, tokens):
+    """Return the largest relative error, on any rank, of a convolution of n tokens with resets at `tokens`: of y and
+    the gradients."""
+    torch.manual_seed(n)
+    conv = Convolution(6, n).double()
+    x, dy = torch.randn(2, 2, T, 2, 3, dtype=torch.float64)
+    resets = None
+    if tokens is not None:
+        resets = torch.zeros(2, T, dtype=torch.bool)
+        resets[0, tokens] = True  # the other sequence has none
+    size = T // (context.size * context.pieces)
+    mine = torch.cat([torch.arange(piece * size, (piece + 1) * size) for piece in context.mine])
+    leaf, whole = x[:, mine].requires_grad_(), x.clone().requires_grad_()
+    y = convolve_in_context(conv, leaf, None if resets is None else resets[:, mine], context)
+    dx, dweight = torch.autograd.grad(y, (leaf, conv.weight), dy[:, mine])
+    dist.all_reduce(dweight, group=context.group)
+    expected = conv(whole, resets)
+    expected_dx, expected_dweight = torch.autograd.grad(expected, (whole, conv.weight), dy)
+    pairs = (y, expected[:, mine]), (dx, expected_dx[:, mine]), (dweight, expected_dweight)
+    largest = torch.tensor(max(relative_error(x, reference, 0) for x, reference in pairs))
+    dist.all_reduce(largest, dist.ReduceOp.MAX, context.group)  # the first and the last piece lack a neighbour
+    return largest.item()
+
+
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory):
     folder = tmp_path_factory.mktemp("group")
@@ -123,6 +156,12 @@ def errors(tmp_path_factory):
 @pytest.mark.parametrize("name,size", [*((name, 2) for name in CASES), *((name, 4) for name in ON_FOUR)])
 def test_ranks_that_share_sequences_have_the_loss_and_every_gradient_of_one_rank(errors, name, size):
     assert max(errors[f"{name}, {size} ranks"]) < 1e-10
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("resets", RESETS)
+def test_a_convolution_reaches_over_the_borders_of_pieces_as_on_one_rank(errors, balanced, resets):
+    assert max(errors[f"{balanced}, {resets}"]) < 1e-12
 
 
 def spans_of(rank, size, balanced, block_size):
@@ -185,7 +224,7 @@ def train_in(folder, dataset, ranks, *settings, main=train.main):
 
 
 ROUNDING = dict(abs=1e-5, rel=0)
-HYBRID = "--attention=softmax,conformal_sympow", "--form=chunked", "--pack=1"
+HYBRID = "--attention=softmax,conformal_sympow --form=chunked --pack=1 --convolution=4 --output_gate=True".split()
 
 
 def test_two_ranks_that_share_sequences_train_as_one_and_go_on_as_one(dataset, tmp_path, monkeypatch):
