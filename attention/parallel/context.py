@@ -104,8 +104,8 @@ class Context:
         tokens = torch.cat((tokens.new_zeros(tokens.shape[0], n, *tokens.shape[2:]), tokens), dim=1)
         # no slices: the compiler would leave the exchange out where a rank needs the zeros alone
         rows = torch.cat([torch.arange(piece * m, piece * m + n, device=x.device) for piece in self.mine])
-        before = tokens.index_select(1, rows).unflatten(1, (self.pieces, n)).flatten(0, 1)
-        return torch.cat((before, pieces), dim=1)
+        preceding = tokens.index_select(1, rows).unflatten(1, (self.pieces, n)).flatten(0, 1)
+        return torch.cat((preceding, pieces), dim=1)
 
     def gather(self, x):
         """Return x [pieces, ...] of all ranks, in the order of the sequence: [N * pieces, ...]. Differentiable."""
