@@ -36,7 +36,8 @@ LIMIT = 600  # seconds for one row
 MICRO_TOKENS = 65536  # of a GPU and micro-step, at most
 LOG_INTERVAL = 5  # steps over which train.py takes the mean speed
 SETTINGS = (
-    "--attention=sympow_gating --p=2 --eval_interval=1000000 --sample_tokens=0 --wandb=disabled "
+    "--attention=sympow_gating --p=2 --positions=rotary --gate_bias=6.9 --convolution=0 --output_gate=False "
+    "--eval_interval=1000000 --sample_tokens=0 --wandb=disabled "
     f"--always_save_checkpoint=False --log_interval={LOG_INTERVAL}"
 ).split()
 COLUMNS = {  # key of a row -> (title, place, format)
