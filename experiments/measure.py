@@ -221,7 +221,7 @@ def state_bytes(model, dataset, tokens):
 
 def model_size(model, dataset, lengths):
     """Return {parameters: their number, bytes: `kept_bytes` after each of these lengths}."""
-    return dict(parameters=sum(x.numel() for x in model.parameters()), bytes=kept_bytes(model, lengths))
+    return dict(parameters=model.parameter_count(), bytes=kept_bytes(model, lengths))
 
 
 def kept_bytes(model, lengths):

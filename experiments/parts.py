@@ -20,7 +20,6 @@ from functools import partial
 from statistics import median
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from sympow.attention import ATTENTIONS
@@ -37,6 +36,7 @@ from sympow.experiments.report import (
 from sympow.experiments.runs import main, read_records
 from sympow.experiments.which_attention import SEEDS, WINDOW, make_run, texts_loss
 from sympow.layers.convolution import Convolution
+from sympow.layers.output_gate import OutputGate
 
 NAME, RATE = "parts", 2.4e-3
 CONVOLUTION = 4  # tokens
@@ -88,7 +88,7 @@ class Parts:
     def __init__(self, config):
         super().__init__(config)
         if "rms" in self.parts:
-            self.gain = nn.Parameter(torch.ones(config.head_dim))
+            self.output_gate = OutputGate(config.head_dim)
         if "spread" in self.parts:
             self.gate.b.data = torch.linspace(1, 6, config.n_kv_head)
         if "kv" in self.parts:
@@ -105,16 +105,11 @@ class Parts:
             qkv = torch.cat((F.rms_norm(qk, qk.shape[3:]), v), dim=2)
         y, _ = super().forward(x, qkv, resets)
         if "rms" in self.parts:
-            dtype = torch.promote_types(y.dtype, torch.float32)
-            y = (F.rms_norm(y.to(dtype), y.shape[3:], eps=1e-5) * self.gain).to(y.dtype)
+            y = self.output_gate.normalize(y).to(y.dtype)
         return y, state and WholeText(read=True)
 
     def empty_state(self, batch, device, switch_over=None):
         return WholeText()
-
-    def generation_bytes(self, state, *arguments):
-        """Return the bytes that the attention without parts keeps."""
-        return super().generation_bytes(super().empty_state(1, "cpu"), *arguments)
 
     def rotate(self, qkv, positions):
         """Rotate q and k by the positions [B, T] or [T], with half in the first half of their entries alone."""

@@ -25,6 +25,7 @@ from sympow.experiments.report import (
     Panel,
     difference_cell,
     loss_cell,
+    megabytes,
     seeds_difference_cell,
     table,
     val_loss,
@@ -115,7 +116,7 @@ def parameters_cell(entry):
 
 def bytes_cell(entry):
     """Return the megabytes that generation keeps after texts of the lengths of MEMORY."""
-    return " / ".join(f"{size / 1e6:,.1f}" for size in entry.record["measures"]["size"]["bytes"])
+    return megabytes(entry.record["measures"]["size"]["bytes"])
 
 
 def contender_of(entry):

@@ -81,6 +81,11 @@ def ratio_cell(entry, base, measure=val_loss):
     return f"{entry.mean(measure) / base.mean(measure):.4f}" if base else None
 
 
+def megabytes(sizes):
+    """Return sizes in bytes as a cell of megabytes."""
+    return " / ".join(f"{size / 1e6:,.1f}" for size in sizes)
+
+
 def seeds_difference_cell(entry, base):
     """Return the mean difference of validation losses to the Entry base ± half of its 95% confidence interval.
 

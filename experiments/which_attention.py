@@ -20,6 +20,7 @@ from sympow.experiments.report import (
     Panel,
     difference_cell,
     loss_cell,
+    megabytes,
     position_curve,
     span_columns,
     table,
@@ -125,7 +126,7 @@ def make_run(size, title, settings, rate, seed=SEEDS[0]):
     measures = {"size": dict(lengths=[n // size.shrink for n in MEMORY]), "positions": texts}
     measures["half_lives"] = dict(length=CONTEXT // size.shrink)
     grows = "softmax" in settings["attention"] and "window" not in settings
-    if not grows and "+" not in settings["attention"]:
+    if not grows:
         measures["far"] = texts | dict(window=0)
     return size.run(title, CONTEXT, settings.pop("steps", 1000), measures, seed=seed, **settings)
 
@@ -189,7 +190,7 @@ def memory_cell(entry, lengths):
     """Return the megabytes that generation keeps of texts of these lengths, see `kept_bytes`."""
     with torch.device("meta"):
         model = GPT(GPTConfig(**RECIPE | fields_of(GPTConfig, entry.record["settings"])))
-    return " / ".join(f"{size / 1e6:,.1f}" for size in kept_bytes(model, lengths))
+    return megabytes(kept_bytes(model, lengths))
 
 
 def half_lives_cell(entry):

@@ -18,6 +18,10 @@ class OutputGate(nn.Module):
 
     def forward(self, y, gate):
         """Return z in y's dtype for y and gate [B, T, H, D]; it is computed in float32, or y's dtype if wider."""
-        dtype = torch.promote_types(y.dtype, torch.float32)
-        normalised = F.rms_norm(y.to(dtype), y.shape[-1:], eps=1e-5)
-        return (normalised * self.weight * F.silu(gate.to(dtype))).to(y.dtype)
+        normalised = self.normalize(y)
+        return (normalised * F.silu(gate.to(normalised.dtype))).to(y.dtype)
+
+    def normalize(self, y):
+        """Return w y / sqrt(mean(y^2) + 1e-5) in float32, or y's dtype if wider."""
+        y = y.to(torch.promote_types(y.dtype, torch.float32))
+        return F.rms_norm(y, y.shape[-1:], eps=1e-5) * self.weight
