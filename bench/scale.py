@@ -25,6 +25,7 @@ from statistics import median
 import numpy as np
 import torch
 
+from sympow.attention.variant import RECIPE
 from sympow.bench.timing import finish, make_parser, print_row, print_titles
 from sympow.data.shards import Unit, write_dataset
 from sympow.data.tokenizer import IdsEncoding, Tokenizer
@@ -36,10 +37,10 @@ LIMIT = 600  # seconds for one row
 MICRO_TOKENS = 65536  # of a GPU and micro-step, at most
 LOG_INTERVAL = 5  # steps over which train.py takes the mean speed
 SETTINGS = (
-    "--attention=sympow_gating --p=2 --positions=rotary --gate_bias=6.9 --convolution=0 --output_gate=False "
-    "--eval_interval=1000000 --sample_tokens=0 --wandb=disabled "
+    "--attention=sympow_gating --p=2 --eval_interval=1000000 --sample_tokens=0 --wandb=disabled "
     f"--always_save_checkpoint=False --log_interval={LOG_INTERVAL}"
 ).split()
+SETTINGS += [f"--{name}={value}" for name, value in RECIPE.items()]  # as in bench/train.py
 COLUMNS = {  # key of a row -> (title, place, format)
     "mode": ("mode", "<8", "s"),
     "tokens": ("tokens a GPU", ">12", ",d"),
