@@ -1,17 +1,19 @@
 """Does power attention with the recipe learn as well as softmax? Every contender at its best rate, with several seeds.
 
-Each is trained with both of RATES, and with the next one while the best lies on the edge. Its best rate gets three
-seeds; p = 4, softmax with its best parts and forgetting get five. Rates are chosen by the validation loss. The records
-decide what is trained next: repeat the command until its status is 0.
+Each is trained with both of RATES, and with the next one while the best lies on the edge. Rates are chosen by the
+validation loss. The best one gets three seeds; p = 4, softmax with its best parts and forgetting get five. All seeds
+but the first, which chose the rate, read other texts too. The records decide what is trained next: repeat the command
+until its status is 0.
 
     pip install flash-linear-attention      # for gated_deltanet and, on GPUs, for forgetting
 
 Softmax in a window of 2,048 keeps as many bytes as the state of p = 2 with heads of 64. States of heads of 96 and 128
-are larger than 4,096 tokens of keys and values, the training context, which is the longest window that was learned.
+are larger than keys and values of the training context: softmax with a convolution is the window beside them.
 Models named speed are new ones that train on random tokens, alone on a card.
 """
 
 import os
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 
@@ -22,6 +24,7 @@ from sympow.experiments.parts import (
     HYBRID,
 )
 from sympow.experiments.report import (
+    Entry,
     Panel,
     difference_cell,
     loss_cell,
@@ -69,7 +72,6 @@ CONTENDERS = {  # name -> settings, the most important first
     "p=4, heads of 32": BASE | dict(p=4, heads=32),
     "conformal p=2": BASE | dict(attention="conformal_sympow", positions="rotary"),
     "sympow p=2": dict(attention="sympow", p=2, **AROUND),
-    f"softmax, window {CONTEXT:,}": SOFTMAX["softmax, convolution"] | dict(window=CONTEXT),
 }
 
 
@@ -94,8 +96,9 @@ def plan(size):
 
 
 def tuned(size, name, rate, seed=SEEDS[0]):
-    """Return the Run of a contender at one rate."""
-    return make_run(size, f"{name}, lr {rate:g}", CONTENDERS[name], rate, seed)
+    """Return the Run of a contender at one rate. Of size small the first seed, which chooses the rate, has no measures."""
+    run = make_run(size, f"{name}, lr {rate:g}", CONTENDERS[name], rate, seed)
+    return replace(run, measures={}) if seed == SEEDS[0] and size.shrink == 1 else run
 
 
 def speed_run(size, name):
@@ -107,6 +110,17 @@ def speed_run(size, name):
 
 
 # ---- the report
+
+
+def measured(entry):
+    """Return the Entry of the records that have measures, or None without one."""
+    records = [record for record in entry.records if record.get("measures")] if entry else []
+    return Entry(entry.name, records) if records else None
+
+
+def of_measured(cell, **arguments):
+    """Return a cell of what is measured of an Entry, None where nothing is."""
+    return lambda entry: cell(measured(entry), **arguments) if measured(entry) else None
 
 
 def parameters_cell(entry):
@@ -145,15 +159,16 @@ def report(entries, size):
     best = best_rates(tried)
     softmax = min((best[name] for name in SOFTMAX if name in best), key=lambda x: x.mean(val_loss), default=None)
     lengths = " / ".join(f"{n // size.shrink:,}" for n in MEMORY)
+    text_by_text = partial(difference_cell, measure="positions", interval=True)
     columns = [
-        ("parameters", parameters_cell),
+        ("parameters", of_measured(parameters_cell)),
         ("validation loss", loss_cell),
         ("to softmax's best", partial(seeds_difference_cell, base=softmax)),
         ("to forgetting", partial(seeds_difference_cell, base=best.get("forgetting"))),
-        ("other texts, in windows", partial(loss_cell, measure=texts_loss)),
-        ("to softmax's best, text by text", partial(difference_cell, base=softmax, measure="positions", interval=True)),
-        ("at once", at_once_cell),
-        (f"MB after {lengths}", bytes_cell),
+        ("other texts, in windows", of_measured(loss_cell, measure=texts_loss)),
+        ("to softmax's best, text by text", of_measured(text_by_text, base=measured(softmax))),
+        ("at once", of_measured(at_once_cell)),
+        (f"MB after {lengths}", of_measured(bytes_cell)),
         (f"tokens/s at {CONTEXT // size.shrink:,} / {LONG // size.shrink:,}", partial(speeds_cell, speeds=speeds)),
     ]
     blocks, points = [], {}
@@ -161,7 +176,8 @@ def report(entries, size):
         blocks = [rates_table(merge_rates(tried)), table("The best rates", columns, best.values())]
         blocks.append("Differences have 95% confidence intervals, over the seeds or over the texts.")
     for name, entry in best.items():
-        points[name] = [entry.record["measures"]["size"]["bytes"][1] / 1e6], [entry.mean(val_loss)]
+        if model := measured(entry):
+            points[name] = [model.record["measures"]["size"]["bytes"][1] / 1e6], [entry.mean(val_loss)]
     label = f"MB kept after {LONG // size.shrink:,} tokens"
     title = "Each point is a contender at its best rate."
     return blocks, [Panel(label, "validation loss, nats a token", points, title, log_x=True)]
