@@ -3,12 +3,14 @@
 import math
 import os
 
+import pytest
 import torch
 from torch.nn.functional import logsigmoid
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GPU = bool(os.environ.get("TEST_GPU"))
 DEVICE = "cuda" if GPU else "cpu"
+LARGE = pytest.mark.xdist_group("large")  # tests that take 10 GB and more of a GPU: one of the processes runs them all
 # log_g of random numbers, for tests of every kind of gate
 GATES = {
     "none": lambda x: None,

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from numerics import GATES, relative_error
+from numerics import GATES, LARGE, relative_error
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
@@ -403,6 +403,7 @@ def test_power_attention_runs_the_chunked_kernels(on_kernels, monkeypatch):
 
 
 @pytest.mark.gpu
+@LARGE
 @pytest.mark.parametrize(
     "T,D,p,gates",
     [

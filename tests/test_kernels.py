@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import numerics
 import pytest
 import torch
-from numerics import DEVICE, GPU, gradients, leaves_of, relative_error
+from numerics import DEVICE, GPU, LARGE, gradients, leaves_of, relative_error
 from torch.nn.functional import logsigmoid
 
 from sympow.attention import naive
@@ -386,6 +386,7 @@ blocked_oracle = partial(power_attention, form="quadratic")
 
 
 @pytest.mark.gpu
+@LARGE
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize(
     "T,D,dtype",
@@ -404,6 +405,7 @@ def test_every_size_at_length_1000(gates, D, p):
 
 
 @pytest.mark.gpu
+@LARGE
 @pytest.mark.parametrize("gates,limit", [("none", 16), ("learned", 34)])
 def test_extra_memory(gates, limit):
     T, H, D = 16384, 12, 64
