@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow import check_choice
-from sympow.attention import ATTENTIONS, join_positions, layer_pattern
+from sympow.attention import ATTENTIONS, join_positions, layer_pattern, leading_layer
 from sympow.attention.positions import POSITIONS, check_length
 from sympow.attention.state import ModelState
 from sympow.attention.variant import RECIPE, check_layer
@@ -84,7 +84,7 @@ class GPTConfig:
             ATTENTIONS[self.attention].choose_settings(self)
             return
         layers = [self.layer(i) for i in range(math.lcm(len(names), len(positions)))]  # which chooses and checks
-        leading = next((layer for layer in layers if ATTENTIONS[layer.attention].recipe(layer) != RECIPE), layers[0])
+        leading = leading_layer(layers)
         self.positions = join_positions(layers, leading if positions == ["auto"] else None)
         for name in RECIPE:
             if getattr(self, name) == "auto":

@@ -22,7 +22,7 @@ from .power import power_attention, power_attention_sums
 from .softmax import Softmax
 from .sympow import Sympow
 from .sympow_gating import SympowGating
-from .variant import Variant
+from .variant import RECIPE, Variant
 
 ATTENTIONS = {
     "softmax": Softmax,
@@ -55,6 +55,13 @@ def layer_pattern(setting, text, choices, n_layer):
             f"n_layer={nearest} would do"
         )
     return names
+
+
+def leading_layer(layers):
+    """Return the layer whose recipe all take, of layers (a list of GPTConfigs): the first that has one of its own, and
+    is not softmax, which follows."""
+    leading = [layer for layer in layers if not ATTENTIONS[layer.attention].follows] or layers
+    return next((layer for layer in leading if ATTENTIONS[layer.attention].recipe(layer) != RECIPE), leading[0])
 
 
 def join_positions(layers, leading=None):

@@ -14,7 +14,7 @@ from .operator.packed import attend_within, find_documents, takes_flash
 from .operator.window import attend_in_window
 from .parallel.circulate import SoftmaxPairs, circulate
 from .state import LayerState
-from .variant import KVCacheVariant
+from .variant import RECIPE, KVCacheVariant
 
 MASK_ENTRIES = 2**28  # that exist at any time, for each sequence
 WINDOW_SPARE = 64  # tokens that the decoder's cache holds beyond a window, before it moves the window to its front
@@ -64,6 +64,10 @@ class Softmax(KVCacheVariant):
     decodes_on_kernels = "softmax"
     splits_context = True
     windows = follows = True
+
+    @classmethod
+    def recipe(cls, config):
+        return RECIPE | dict(convolution=4)
 
     def __init__(self, config):
         super().__init__(config)

@@ -9,6 +9,7 @@ The state             S_i = gamma_i S_{i-1} + phi(k'_i) v_i^T   and   z_i = gamm
 
 from .gates import make_gate, reset_gates
 from .sympow import Sympow
+from .variant import LEARNED_GATES, RECIPE
 
 
 class SympowGating(Sympow):
@@ -18,9 +19,7 @@ class SympowGating(Sympow):
 
     @classmethod
     def recipe(cls, config):
-        if config.gate != "learned":
-            return super().recipe(config)
-        return dict(positions="none", gate_bias=3.0, convolution=4, output_gate=True)
+        return LEARNED_GATES | dict(positions="none") if config.gate == "learned" else RECIPE
 
     @classmethod
     def check(cls, config):

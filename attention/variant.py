@@ -29,6 +29,7 @@ from .state import LayerState, count_positions
 MOST_CONVOLVED = 64  # tokens of a convolution, which adds them up one after another
 # what settings that are "auto" are for most attentions (see Variant.recipe), and were before they could be "auto"
 RECIPE = dict(positions="rotary", gate_bias=6.9, convolution=0, output_gate=False)
+LEARNED_GATES = RECIPE | dict(gate_bias=3.0, convolution=4, output_gate=True)  # and for power attention with such gates
 
 
 def splits_context(variant):

@@ -1,4 +1,4 @@
-"""GPT-2 124M with softmax attention: the baseline of the papers, context 4096 on LongCrawl64."""
+"""GPT-2 124M with softmax attention, context 4096 on LongCrawl64; with --convolution=0 the baseline of the papers."""
 
 dataset = "longcrawl64"
 block_size = 4096

@@ -96,7 +96,7 @@ def plan(size):
 
 
 def tuned(size, name, rate, seed=SEEDS[0]):
-    """Return the Run of a contender at one rate. Of size small the first seed, which chooses the rate, has no measures."""
+    """Return the Run of a contender at one rate. The first seed, which chooses it, has no measures, of size small."""
     run = make_run(size, f"{name}, lr {rate:g}", CONTENDERS[name], rate, seed)
     return replace(run, measures={}) if seed == SEEDS[0] and size.shrink == 1 else run
 
