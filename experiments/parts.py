@@ -9,6 +9,7 @@ experiments/train.py starts it. Such a model trains and scores whole texts, but 
     kv      a convolution of k and v alone
     rms     the output is normalised, as by --output_gate=True, but not gated
     spread  the gates of a layer's heads begin at sigmoid(1) to sigmoid(6)
+    weigh   each token has a learned weight besides, exp(W x_j), as the input gate of xLSTM (Beck et al., 2024)
 
 The second table has the first form of this experiment: there every dimension of q and k was rotated, and gates began at
 sigmoid(6.9). Its models cannot be trained by this file any more.
@@ -20,6 +21,7 @@ from functools import partial
 from statistics import median
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from sympow.attention import ATTENTIONS
@@ -42,6 +44,7 @@ NAME, RATE = "parts", 2.4e-3
 CONVOLUTION = 4  # tokens
 AROUND = dict(convolution=CONVOLUTION, output_gate=True)
 BASE = dict(attention="sympow_gating", p=2, positions="none", gate_bias=3.0, **AROUND)
+MUON = dict(optimizer="muon", weight_decay=0.1)
 HYBRID = BASE | dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", window=WINDOW)
 RUNS = {  # name -> settings of which_attention.make_run, the most important first
     "p=2": BASE,
@@ -60,6 +63,7 @@ RUNS = {  # name -> settings of which_attention.make_run, the most important fir
     },
     "p=2, weight decay 0.1": BASE | dict(weight_decay=0.1),
     "p=2, gate_bias 0": BASE | dict(gate_bias=0.0, log_interval=1),  # which logs the gradient's norm at every step
+    "p=2, tokens weighted": BASE | dict(attention="sympow_gating+weigh"),
     "softmax, rotary, convolution": dict(attention="softmax", convolution=CONVOLUTION),
     "softmax, rotary, convolution, output gate": dict(attention="softmax", **AROUND),
     "p=4": BASE | dict(p=4),
@@ -68,6 +72,10 @@ RUNS = {  # name -> settings of which_attention.make_run, the most important fir
     "conformal p=2, rotary": BASE | dict(attention="conformal_sympow", positions="rotary", learning_rate=RATE / 2),
     "hybrid": HYBRID,
     "hybrid, softmax rotary": HYBRID | dict(positions="none,none,none,rotary"),
+    "p=2, Muon": BASE | MUON,
+    "p=4, Muon": BASE | dict(p=4) | MUON,
+    "forgetting, Muon": BASE | dict(attention="forgetting") | MUON,
+    "softmax, rotary, convolution, output gate, Muon": dict(attention="softmax", **AROUND) | MUON,
     "p=2, 1.13 times the tokens": BASE | dict(steps=1130),  # what a part that costs 13% of the speed must gain
 }
 MORE_SEEDS = ()  # names of the best ones, which get all of SEEDS
@@ -93,6 +101,12 @@ class Parts:
             self.gate.b.data = torch.linspace(1, 6, config.n_kv_head)
         if "kv" in self.parts:
             self.conv = Convolution(2 * config.n_kv_head * config.head_dim, CONVOLUTION)
+        if "weigh" in self.parts:
+            self.W_weigh = nn.Parameter(torch.zeros(config.n_kv_head, config.n_embd))
+
+    def input_weight(self):
+        weight = super().input_weight()
+        return torch.cat((weight, self.W_weigh)) if "weigh" in self.parts else weight
 
     def forward(self, x, qkv, resets=None, state=None):
         if state is not None and state.read:
@@ -100,6 +114,11 @@ class Parts:
         if "kv" in self.parts:
             q, kv = qkv.tensor_split((self.config.n_head,), dim=2)
             qkv = torch.cat((q, self.conv(kv, resets)), dim=2)
+        if "weigh" in self.parts:
+            x, logs = x.tensor_split((-self.config.n_kv_head,), dim=2)
+            q, k, v = self.split(qkv)
+            k = k * (logs / self.p).exp().unsqueeze(-1).to(k.dtype)  # (q.k)^p has p of them
+            qkv = torch.cat((q, k, v), dim=2)
         if "norm" in self.parts:
             qk, v = qkv.tensor_split((-self.config.n_kv_head,), dim=2)
             qkv = torch.cat((F.rms_norm(qk, qk.shape[3:]), v), dim=2)

@@ -69,7 +69,7 @@ CONTENDERS = {  # name -> settings, the most important first
     "gated_deltanet": dict(attention="gated_deltanet"),
     "gated_deltanet, heads of 256": dict(attention="gated_deltanet_wide", n_head=2, head_dim=256),
     "p=2, heads of 96": BASE | dict(heads=96),
-    "p=4, heads of 32": BASE | dict(p=4, heads=32),
+    **{f"p=4, heads of {n}": BASE | dict(p=4, heads=n) for n in (32, 16)},
     "conformal p=2": BASE | dict(attention="conformal_sympow", positions="rotary"),
     "sympow p=2": dict(attention="sympow", p=2, **AROUND),
 }

@@ -8,7 +8,7 @@ plot([Panel("million tokens", "loss, nats", {"softmax": (x, y)}, "Points are val
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, pairwise
-from statistics import fmean, median, stdev, variance
+from statistics import fmean, median, stdev
 
 import matplotlib
 import numpy as np
@@ -89,17 +89,17 @@ def megabytes(sizes):
 def seeds_difference_cell(entry, base):
     """Return the mean difference of validation losses to the Entry base ± half of its 95% confidence interval.
 
-    The interval is over the seeds, with the degrees of freedom of the fewer ones. One seed has none. None without a
-    base.
+    Both are over the seeds that the two have in common, seed by seed: models of one seed read the same batches, and
+    their losses rise and fall together. One seed has no interval. None without a base, or a common seed.
     """
     if base in (None, entry):
         return None
-    samples = [[*map(val_loss, e.records)] for e in (entry, base)]
-    mean, seeds = fmean(samples[0]) - fmean(samples[1]), min(map(len, samples))
-    if seeds == 1:
-        return f"{mean:+.4f}"
-    error = sum(variance(losses) / len(losses) for losses in samples) ** 0.5
-    return f"{mean:+.4f} ± {STUDENT[seeds - 2] * error:.4f}"
+    losses, others = ({record["settings"]["seed"]: val_loss(record) for record in e.records} for e in (entry, base))
+    differences = [losses[seed] - others[seed] for seed in losses if seed in others]
+    if len(differences) < 2:
+        return f"{differences[0]:+.4f}" if differences else None
+    error = stdev(differences) / len(differences) ** 0.5
+    return f"{fmean(differences):+.4f} ± {STUDENT[len(differences) - 2] * error:.4f} ({len(differences)} seeds)"
 
 
 def texts_cell(entry):

@@ -208,9 +208,15 @@ def test_a_table_names_the_corpus_and_mixes_no_two():
         table("T", columns, [*entries, entry("three", 1.0, corpus="other")])
 
 
-def test_a_difference_has_a_confidence_interval_over_the_seeds():
-    rows = [Entry("", [dict(val=[[1, loss]]) for loss in losses]) for losses in ((1.0, 1.1, 1.2), (0.9, 0.9, 0.9, 0.9))]
-    assert report.seeds_difference_cell(*rows) == "+0.2000 ± 0.2484"  # 4.303 standard errors of 0.1 / sqrt(3)
+def test_a_difference_has_a_confidence_interval_over_the_seeds_that_both_have():
+    def row(**losses):
+        return Entry("", [dict(settings={"seed": seed}, val=[[1, loss]]) for seed, loss in losses.items()])
+
+    base = row(a=0.9, b=1.9, c=0.9, e=7.0)
+    # 4.303 standard errors of 0.1 / sqrt(3)
+    assert report.seeds_difference_cell(row(d=5.0, c=1.2, b=2.1, a=1.0), base) == "+0.2000 ± 0.2484 (3 seeds)"
+    assert report.seeds_difference_cell(row(d=5.0, a=1.0), base) == "+0.1000"
+    assert report.seeds_difference_cell(row(d=5.0), base) is None
 
 
 def test_a_panel_leaves_out_the_first_losses_of_curves_and_the_end_of_none():
@@ -487,7 +493,9 @@ def test_power_attention_and_the_window_beside_it_keep_as_many_bytes():
             assert kept[f"gated p=2, D={D}"] < kept[f"hybrid 1:1, p=2, D={D}"] < window
 
 
-@pytest.mark.parametrize("name", [*(f"sympow_gating+{part}" for part in ("norm", "half", "kv", "rms")), "forgetting"])
+@pytest.mark.parametrize(
+    "name", [*(f"sympow_gating+{part}" for part in ("norm", "half", "kv", "rms", "weigh")), "forgetting"]
+)
 def test_an_attention_of_the_experiments_is_causal_and_trains_all_weights(name, monkeypatch):
     monkeypatch.setitem(ATTENTIONS, name, None)
     experiment_train.register(name)
