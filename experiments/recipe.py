@@ -78,7 +78,7 @@ CONTENDERS = {  # name -> settings, the most important first
 def plan(size):
     """Return the runs that the records so far ask for: rates in turn, seeds of the best ones, then the speeds.
 
-    Of size tiny all contenders have one rate and one seed.
+    Of size tiny all contenders have one rate and one seed, and two of them a speed.
     """
     records = read_records(os.path.join(size.folder, f"{NAME}.json"))
     full = size.shrink == 1
@@ -92,7 +92,7 @@ def plan(size):
     for i, seed in enumerate(seeds):
         names = best if i < 2 else best.keys() & {"p=4, heads of 64", "forgetting", softmax}
         runs += [tuned(size, name, rate, seed) for name, (_, rate) in best.items() if name in names]
-    return runs + [speed_run(size, name) for name in CONTENDERS]
+    return runs + [speed_run(size, name) for name in CONTENDERS][: None if full else 2]
 
 
 def tuned(size, name, rate, seed=SEEDS[0]):

@@ -374,7 +374,7 @@ def test_the_parts_and_the_recipe_report_each_run(experiment, monkeypatch):
     assert main(name="parts", experiment=(parts.plan, parts.report), seeds=None) == 0
     assert started == list(parts.RUNS)
     assert main(name="recipe", experiment=(recipe.plan, recipe.report), seeds=None) == 0
-    assert len(started[len(parts.RUNS) :]) == 2 * len(recipe.CONTENDERS)
+    assert len(started[len(parts.RUNS) :]) == len(recipe.CONTENDERS) + 2
     table = pathlib.Path("out/experiments/tiny/recipe.md").read_text().split("**The best rates**")[1]
     row = "| p=4, heads of 64, lr 0.0024 | 9 | 1.0000 | +0.0000 | +0.0000 | 1.5000 | +0.0000 ± 0.0000 | 1.5000 |"
     assert f"{row} 1.0 / 2.0 / 3.0 | 1,000 / 2,000 |" in table
