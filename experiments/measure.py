@@ -19,30 +19,29 @@ from sympow.bench.train import make_steps
 from sympow.data.dataset import Dataset
 from sympow.data.files import write_json
 from sympow.data.recall.tasks import questions
+from sympow.experiments import mqar_task
 from sympow.experiments.runs import Run
-from sympow.experiments.train import register
+from sympow.experiments.train import AUTOCAST, DEVICE, register
 from sympow.model import GPT, GPTConfig
 from sympow.runs.load import load_run
 from sympow.runs.plots import mean_and_standard_error, means_by_position
 from sympow.runs.program import run_program, refuse
 from sympow.runs.scores import losses_by_position
+from sympow.runs.settings import fields_of
 
 BATCH = 1 << 16  # tokens of windows that are read together
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 QUANTILES, LONGEST = (0.05, 0.5, 0.95), 1e7  # of half-lives, and tokens
-AUTOCAST = torch.autocast("cuda", torch.bfloat16, enabled=DEVICE == "cuda")
 
 
 def main(run):
     """Measure a run and write the measurements to FOLDER.json."""
     register(run.settings["attention"])
-    dataset = Dataset(run.dataset)
+    dataset = mqar_task.TASKS.get(run.dataset) or Dataset(run.dataset)
     if "max_iters" in run.settings:
         _, model, *_ = load_run(run.folder, DEVICE)
     else:
-        settings = {name: value for name, value in run.settings.items() if name != "seed"}
         with torch.device("meta"):
-            model = GPT(GPTConfig(vocab_size=dataset.vocab_size, **settings))
+            model = GPT(GPTConfig(vocab_size=dataset.vocab_size, **fields_of(GPTConfig, run.settings)))
     measured = {name: MEASURES[name](model, dataset, **arguments) for name, arguments in run.measures.items()}
     write_json(f"{run.folder}.json", measured)
 
@@ -245,6 +244,7 @@ MEASURES = {
     "swapped": swapped_context,
     "swapped_far": swapped_context,
     "recall": recall,
+    "mqar": mqar_task.recall,
     "speed": speed,
     "state": state_bytes,
     "size": model_size,

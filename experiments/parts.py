@@ -36,7 +36,7 @@ from sympow.experiments.report import (
     val_loss,
 )
 from sympow.experiments.runs import main, read_records
-from sympow.experiments.which_attention import SEEDS, WINDOW, make_run, texts_loss
+from sympow.experiments.which_attention import WINDOW, make_run, texts_loss
 from sympow.layers.convolution import Convolution
 from sympow.layers.output_gate import OutputGate
 
@@ -78,7 +78,6 @@ RUNS = {  # name -> settings of which_attention.make_run, the most important fir
     "softmax, rotary, convolution, output gate, Muon": dict(attention="softmax", **AROUND) | MUON,
     "p=2, 1.13 times the tokens": BASE | dict(steps=1130),  # what a part that costs 13% of the speed must gain
 }
-MORE_SEEDS = ()  # names of the best ones, which get all of SEEDS
 
 
 @dataclass
@@ -151,9 +150,9 @@ def attention_with_parts(name):
 
 
 def plan(size):
-    """Return the runs, the first seed of all before the others."""
-    names = [(name, SEEDS[0]) for name in RUNS] + [(name, seed) for name in MORE_SEEDS for seed in SEEDS[1:]]
-    runs = [make_run(size, name, RUNS[name], RUNS[name].get("learning_rate", RATE), seed) for name, seed in names]
+    """Return the runs."""
+    rates = {name: settings.get("learning_rate", RATE) for name, settings in RUNS.items()}
+    runs = [make_run(size, name, RUNS[name], rate) for name, rate in rates.items()]
     return [replace(run, measures={}) for run in runs]  # the validation loss chooses
 
 

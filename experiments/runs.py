@@ -63,6 +63,11 @@ class Run:
             commands.append(["experiments.measure", json.dumps(asdict(self))])
         return commands
 
+    def corpus(self):
+        """Return what a record says of the dataset. Raises DataError if it is not prepared."""
+        dataset = Dataset(self.dataset)
+        return dict(name=dataset.name, sha256=fingerprint(dataset), tokens={"train": dataset.tokens("train")})
+
     def find(self, records):
         """Return the record with these settings on this dataset, or None."""
         for record in records.values():
@@ -144,24 +149,25 @@ SIZES = {
 }
 
 
-def main(name, plan, report, seeds=(1337,), prepare=None, corpus=None):
+def main(name, plan, report, seeds=(1337,), prepare=None, corpus="source"):
     """Run the experiment of this name with the options of the command line; exit with 3 if runs are missing.
 
     plan(size) may ask for other runs once there are more records. seeds: the default of --seeds; None if plan chooses.
-    prepare: a function of the Size that prepares data before anything is trained. corpus: the dataset of size small, if
-    it is not data/source.
+    prepare: a function of the Size that prepares data before anything is trained. corpus: the dataset of size small;
+    None if the runs need none.
     """
     command = f"python -m experiments.{name}"
     parser = Parser(sys.modules["__main__"].__doc__, prog=command)
     parser.add_argument("--size", choices=SIZES, default="small", help="small: for H100, H200; tiny: minutes on a CPU")
-    default = {size: values.dataset for size, values in SIZES.items()} | ({"small": corpus} if corpus else {})
-    help_text = f"a prepared dataset (default: {default['small']}; of size tiny {default['tiny']})"
-    parser.add_argument("--dataset", help=help_text)
+    default = {"small": corpus, "tiny": SIZES["tiny"].dataset}
+    if corpus:
+        help_text = "a prepared dataset (default: {small}; of size tiny {tiny})"
+        parser.add_argument("--dataset", help=help_text.format(**default))
     parser.add_argument("--minutes", type=float, default=1e6, help="stop training after so many; 0: only draw")
     if seeds:
         parser.add_argument("--seeds", type=int, nargs="+", default=seeds, help="train each run with each of these")
     args = parser.parse_args()
-    size = replace(SIZES[args.size], dataset=args.dataset or default[args.size])
+    size = replace(SIZES[args.size], dataset=getattr(args, "dataset", None) or default[args.size])
     path = os.path.join(size.folder, name)
     records = read_records(f"{path}.json")
     missing = [run for run in plan_seeds(plan, size, args) if not run.find(records)]
@@ -169,8 +175,8 @@ def main(name, plan, report, seeds=(1337,), prepare=None, corpus=None):
         try:
             if prepare:
                 prepare(size)
-            for dataset in {run.dataset for run in missing}:
-                Dataset(dataset)  # refuses one that is not prepared
+            for run in missing:
+                run.corpus()  # refuses one that is not prepared
             train(missing, records, f"{path}.json", args.minutes)
         except DataError as error:
             refuse(error)
@@ -271,10 +277,9 @@ def is_complete(run):
 
 def make_record(run):
     """Return the record of a run: its settings, corpus and machine, its losses and measurements."""
-    dataset, machine = Dataset(run.dataset), environment()
-    corpus = dict(name=dataset.name, sha256=fingerprint(dataset), tokens={"train": dataset.tokens("train")})
+    machine = environment()
     machine = dict(device=(*machine["gpus"], "CPU")[0], commit=machine["commit"][:10], **machine["versions"])
-    record = dict(name=run.name, settings=run.settings, corpus=corpus, machine=machine)
+    record = dict(name=run.name, settings=run.settings, corpus=run.corpus(), machine=machine)
     measured = losses(run.folder) if "max_iters" in run.settings else {}
     if run.measures:
         measured["measures"] = read_json(f"{run.folder}.json")

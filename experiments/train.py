@@ -11,6 +11,9 @@ import torch
 from sympow.attention import ATTENTIONS
 from sympow.runs.program import refuse, run_program
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+AUTOCAST = torch.autocast("cuda", torch.bfloat16, enabled=DEVICE == "cuda")
+
 
 def register(attention):
     """Add the attentions of this name or pattern to ATTENTIONS; refuse in one line where one needs fla, and it is

@@ -1,0 +1,103 @@
+"""How much does a state recall? Multi-query associative recall by bytes of state, up to 256 pairs in 1,024 tokens.
+
+mqar_task.py describes the task and the training. All models have two layers of one width, and some 1.45M parameters.
+Power attention has the parts of the recipe. Its state grows with the dimension of its heads, as the state of Gated
+DeltaNet does, which needs `pip install flash-linear-attention`. Windows keep as many bytes as p = 2 with heads of 16
+and 32. Softmax has no positions, as in Zoology: rotated ones, which stand beside it, are new to a model beyond its
+training context. All models train at the first rate before the others. The best mean over the tests chooses the rate.
+There is one seed.
+"""
+
+from sympow.attention.variant import RECIPE
+from sympow.code import short_hash
+from sympow.experiments.mqar_task import TASKS
+from sympow.experiments.parts import BASE, CONVOLUTION
+from sympow.experiments.report import Panel, table
+from sympow.experiments.runs import Run, main
+from sympow.experiments.which_attention import SEEDS, merge_rates
+
+RATES = (3e-3, 1e-3, 1e-2)
+LENGTH = 1024  # tokens after which the bytes of states and caches are given
+SOFTMAX = dict(attention="softmax", positions="none", convolution=CONVOLUTION, head_dim=32)
+CONTENDERS = {  # "kind: size" -> settings, the most important kind first
+    **{f"p=2: heads of {n}": BASE | dict(head_dim=n) for n in (8, 16, 32, 64)},
+    **{f"Gated DeltaNet: heads of {n}": dict(attention="gated_deltanet", head_dim=n) for n in (32, 64, 128)},
+    **{f"softmax: window of {n}": SOFTMAX | dict(window=n) for n in (80, 464)},
+    "softmax: all tokens": SOFTMAX,
+    "softmax rotated: all tokens": SOFTMAX | dict(positions="rotary"),
+    **{f"p=4: heads of {n}": BASE | dict(p=4, head_dim=n) for n in (8, 16)},
+    **{f"p=2 rotated: heads of {n}": BASE | dict(positions="rotary", head_dim=n) for n in (16, 32)},
+}
+TINY = ("p=2: heads of 16", "softmax: all tokens", "p=2 rotated: heads of 16")
+
+
+class RecallRun(Run):
+    """A training that needs no dataset: `dataset` is a key of TASKS."""
+
+    def corpus(self):
+        return dict(name=self.dataset, sha256=short_hash(repr(TASKS[self.dataset]).encode()))
+
+
+def plan(size):
+    """Return the runs; of size tiny a few at one rate."""
+    task, names, rates = ("mqar", CONTENDERS, RATES) if size.shrink == 1 else ("mqar_tiny", TINY, RATES[:1])
+    return [make_run(task, name, rate) for rate in rates for name in names]
+
+
+def make_run(task, name, rate):
+    """Return the Run of a contender on a task at one rate."""
+    settings, width = RECIPE | CONTENDERS[name], TASKS[task].width
+    settings |= dict(n_layer=2, n_embd=width, n_head=width // settings["head_dim"], learning_rate=rate, seed=SEEDS[0])
+    measures = {"mqar": dict(rate=rate, seed=SEEDS[0]), "size": dict(lengths=[LENGTH])}
+    return RecallRun(f"{name}, lr {rate:g}", task, settings, measures)
+
+
+# ---- the report: an Entry has the records of a contender at all rates
+
+
+def best(entry):
+    """Return the measures at the best rate."""
+    return max((record["measures"] for record in entry.records), key=lambda x: sum(x["mqar"]["accuracy"].values()))
+
+
+def bytes_of(entry):
+    """Return the bytes of states and caches, see `kept_bytes`."""
+    return best(entry)["size"]["bytes"][0]
+
+
+def share_columns(measure, entry):
+    """Return the columns of the shares of right answers that a measure has of an Entry."""
+    return [
+        (name, lambda entry, name=name: f"{best(entry)['mqar'][measure][name]:.1%}")
+        for name in best(entry)["mqar"][measure]
+    ]
+
+
+def report(entries, size):
+    """Return the tables of accuracies by number of pairs and by distance, and the accuracy over bytes of state."""
+    contenders = list(merge_rates(entries.values()).values())
+    columns = [
+        (f"bytes after {LENGTH:,} tokens", bytes_of),
+        ("rate", lambda entry: best(entry)["mqar"]["rate"]),
+        ("epochs", lambda entry: best(entry)["mqar"]["epochs"]),
+    ]
+    by_pairs, by_distance = (share_columns(measure, contenders[0]) for measure in ("accuracy", "distances"))
+    blocks = [
+        table("Right answers by pairs and tokens, at the best rate", columns + by_pairs, contenders),
+        table("The last of these tests by tokens from the key to the question", by_distance, contenders),
+    ]
+    return blocks, [accuracy_panel(contenders, by_pairs[i][0]) for i in (-1, -3)]
+
+
+def accuracy_panel(contenders, test):
+    """Return the Panel of one test, with a line for each kind of model."""
+    lines = {}
+    for entry in contenders:
+        kilobytes, shares = lines.setdefault(entry.name.split(": ")[0], ([], []))
+        kilobytes.append(bytes_of(entry) / 1000)
+        shares.append(best(entry)["mqar"]["accuracy"][test])
+    return Panel(f"kB after {LENGTH:,} tokens", "right answers", lines, f"{test} tokens", log_x=True)
+
+
+if __name__ == "__main__":
+    main("mqar", plan, report, seeds=None, corpus=None)
