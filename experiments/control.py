@@ -21,9 +21,7 @@ MEASURES = {"swapped": "all but the scored tokens", "swapped_far": "all but twic
 
 def plan(size):
     """Return the runs: xz, which is not trained, and softmax."""
-    texts = dict(length=LONG // size.shrink, documents=4 * size.documents, last=CONTEXT // size.shrink)
-    texts["skip"] = size.eval_tokens
-    measures = {"swapped": texts, "swapped_far": texts | dict(recent=CONTEXT // size.shrink)}
+    measures = swapped_measures(size)
     settings = dict(then=f"{LONG // size.shrink}@{SHARE}", max_seconds=SECONDS * size.seconds) | schedule(size, RATE)
     xz = {name: arguments | dict(xz=True) for name, arguments in measures.items()}
     return [
@@ -32,10 +30,30 @@ def plan(size):
     ]
 
 
+def long_texts(size):
+    """Return a measure's arguments for long held-out texts that validation does not read."""
+    return dict(length=LONG // size.shrink, documents=4 * size.documents, skip=size.eval_tokens)
+
+
+def swapped_measures(size):
+    """Return {name in MEASURES: arguments}, where the last CONTEXT tokens of each text are scored."""
+    texts = long_texts(size) | dict(last=CONTEXT // size.shrink)
+    return {"swapped": texts, "swapped_far": texts | dict(recent=CONTEXT // size.shrink)}
+
+
 def swapped_cell(entry, measure):
-    """Return the mean difference between the losses behind foreign and own text ± its standard error."""
-    losses = entry.record["measures"][measure]
-    return mean_cell(np.array(losses["foreign"]) - np.array(losses["own"]), sign="+")
+    """Return the mean difference between the losses behind foreign and own text ± its standard error.
+
+    A text's losses are the means over the seeds.
+    """
+    seeds = [record["measures"][measure] for record in entry.records]
+    own, foreign = (np.mean([losses[name] for losses in seeds], axis=0) for name in ("own", "foreign"))
+    return mean_cell(foreign - own, sign="+")
+
+
+def swapped_columns():
+    """Return the columns of swapped_cell for MEASURES."""
+    return [(f"foreign: {title}", partial(swapped_cell, measure=name)) for name, title in MEASURES.items()]
 
 
 def trained_cell(entry):
@@ -51,7 +69,7 @@ def own_cell(entry):
 def report(entries, size):
     """Return the table, and no figure."""
     columns = [("tokens", trained_cell), ("loss of the last tokens", own_cell)]
-    columns += [(f"foreign: {title}", partial(swapped_cell, measure=name)) for name, title in MEASURES.items()]
+    columns += swapped_columns()
     note = f"A corpus on which long context matters differs by at least {NEEDED} nats a token."
     return [table("Another project's text in the place of the beginning", columns, entries.values()), note], []
 

@@ -29,7 +29,7 @@ from sympow.attention.rotary import rotate, rotation_of
 from sympow.attention.state import State
 from sympow.experiments.report import (
     LOSS_COLUMNS,
-    Entry,
+    entries_of,
     loss_cell,
     seeds_difference_cell,
     table,
@@ -173,10 +173,8 @@ def norms_cell(entry):
 
 def rotated_entries(size):
     """Return the Entries of the records in which all of q and k was rotated, the lowest loss first."""
-    entries = {}
-    for record in read_records(os.path.join(size.folder, f"{NAME}.json")).values():
-        if "positions" not in record["settings"]:
-            entries.setdefault(record["name"], Entry(record["name"], [])).records.append(record)
+    records = read_records(os.path.join(size.folder, f"{NAME}.json")).values()
+    entries = entries_of(record for record in records if "positions" not in record["settings"])
     return sorted(entries.values(), key=lambda entry: entry.mean(val_loss))
 
 

@@ -60,6 +60,14 @@ class Panel:
     cut: bool = False
 
 
+def entries_of(records):
+    """Return {name: the Entry of the records with this name}."""
+    entries = {}
+    for record in records:
+        entries.setdefault(record["name"], Entry(record["name"], [])).records.append(record)
+    return entries
+
+
 # ---- tables: a column is (header, function of an Entry that returns a text, a whole number or None)
 
 
@@ -126,11 +134,16 @@ def mean_cell(values, sign="", factor=1.0):
 
 
 def span_cell(entry, measure, index):
-    """Return the mean loss of a span of positions ± its standard error over texts; None if it was not measured."""
+    """Return the mean loss of a span of positions ± its standard error over texts; None if it was not measured.
+
+    Both are means over the seeds.
+    """
     if measure not in entry.record["measures"]:
         return None
-    spans = entry.record["measures"][measure]["spans"]
-    return f"{spans['mean'][index]:.4f} ± {spans['errors'][index]:.4f}"
+    mean, error = (
+        entry.mean(lambda record: record["measures"][measure]["spans"][name][index]) for name in ("mean", "errors")
+    )
+    return f"{mean:.4f} ± {error:.4f}"
 
 
 def span_columns(measure, bounds):
@@ -170,8 +183,9 @@ def table(title, columns, entries):
 
 
 def position_curve(entry, measure="positions"):
-    """Return (positions, mean losses, standard errors) of the first seed, from FIRST_POSITION on."""
-    positions, means, errors = (np.array(entry.record["measures"][measure][name]) for name in CURVE)
+    """Return (positions, mean losses, standard errors), each the mean over the seeds, from FIRST_POSITION on."""
+    curves = [[record["measures"][measure][name] for name in CURVE] for record in entry.records]
+    positions, means, errors = np.mean(curves, axis=0)
     shown = positions >= min(FIRST_POSITION, positions[-1] / 4)
     return positions[shown], means[shown], errors[shown]
 

@@ -98,29 +98,40 @@ def at_equal_time(size, name, rate, records):
 
     The speed counts for the GPU that measured it: let one kind of GPU train all runs of equal time.
     """
-    settings = VARIANTS[name] | dict(steps=SPEED_STEPS * size.fewer)
-    short = replace(make_run(size, f"{name}, speed", settings, rate), measures={})
+    short = speed_run(size, name, VARIANTS[name], rate)
     record = short.find(records)
     if not record:
         return short
-    (speed,) = record["tokens_per_second"].values()
     seconds = SECONDS * size.seconds / SIZES["small"].seconds
-    steps = max(12, round(seconds * speed / size.tokens_per_step))
+    steps = steps_within(size, seconds, CONTEXT, record)
     return make_run(size, f"{name}, equal time", VARIANTS[name] | dict(steps=steps * size.fewer), rate)
+
+
+def speed_run(size, name, settings, rate):
+    """Return the Run of a few steps that measures the speed of a model at each of its contexts."""
+    settings = dict(steps=SPEED_STEPS * size.fewer) | settings
+    return replace(make_run(size, f"{name}, speed", settings, rate), measures={})
+
+
+def steps_within(size, seconds, context, record):
+    """Return how many steps at a context take so many seconds, at least 12, by the speed that a record has."""
+    speed = record["tokens_per_second"][str(context // size.shrink)]
+    return max(12, round(seconds * speed / size.tokens_per_step))
 
 
 def make_run(size, title, settings, rate, seed=SEEDS[0]):
     """Return the Run of a model that is read in windows of its context and, where it can be, at once.
 
-    settings: train.py's, and two more: steps, if they are not 1,000, and heads, their dimension at a width of 384, if
-    it is not 64. Size tiny divides heads, windows and steps.
+    settings: train.py's, and three more: steps, if they are not 1,000; context, if it is not CONTEXT; and heads, their
+    dimension, if it is not 64. Size tiny divides heads, windows, contexts and steps.
     """
     settings = schedule(size, rate) | settings
     if "window" in settings:
         settings["window"] //= size.shrink
     if "heads" in settings:
         width = size.model["n_embd"]
-        head_dim = max(4, settings.pop("heads") * width // 384 // 2 * 2)
+        heads = settings.pop("heads")
+        head_dim = max(4, min(heads, heads * width // 384 // 2 * 2))  # a width below 384 has smaller heads
         settings |= dict(n_head=width // head_dim, head_dim=head_dim)
     texts = texts_measure(size)
     measures = {"size": dict(lengths=[n // size.shrink for n in MEMORY]), "positions": texts}
@@ -128,7 +139,8 @@ def make_run(size, title, settings, rate, seed=SEEDS[0]):
     grows = "softmax" in settings["attention"] and "window" not in settings
     if not grows:
         measures["far"] = texts | dict(window=0)
-    return size.run(title, CONTEXT, settings.pop("steps", 1000), measures, seed=seed, **settings)
+    context, steps = settings.pop("context", CONTEXT), settings.pop("steps", 1000)
+    return size.run(title, context, steps, measures, seed=seed, **settings)
 
 
 def schedule(size, rate):
@@ -163,6 +175,11 @@ def rate_cell(entry, rate):
 def texts_loss(record, measure="positions"):
     """Return the mean loss of the texts that are read in windows ("positions") or at once ("far")."""
     return fmean(record["measures"][measure]["texts"])
+
+
+def seconds_cell(entry):
+    """Return the mean time of the training steps alone, over the seeds."""
+    return f"{entry.mean(lambda record: record['seconds']):.0f}"
 
 
 def at_once_cell(entry):
@@ -218,7 +235,7 @@ def report(entries, size):
     if timed:
         difference = partial(difference_cell, base=entries.get("softmax, equal time"), measure="positions")
         spans = span_columns("far", [n // size.shrink for n in BOUNDS])
-        columns += [("seconds of training", lambda entry: f"{entry.record['seconds']:.0f}")]
+        columns += [("seconds of training", seconds_cell)]
         columns += [("other texts, in windows", texts_cell), ("to softmax's", difference)]
         columns += [(f"at once, {title}", cell) for title, cell in spans]
         blocks.append(table("Equal time", columns, timed))
@@ -228,24 +245,26 @@ def report(entries, size):
         lines[name] = tuple(losses), tuple(map(fmean, losses.values()))
     title = "All train for the same seconds. Softmax reads in windows, the others at once.\n"
     title += "The dashed line is the training context."
-    curves, context = differences_by_position(timed, BOUNDS[0] // size.shrink), CONTEXT // size.shrink
+    curves, context = {}, CONTEXT // size.shrink
+    for entry in timed:
+        name = entry.name.removesuffix(", equal time")
+        curves[name] = position_curve(entry, "positions" if name == "softmax" else "far")
+    curves = differences_by_position(curves, curves.get("softmax"), BOUNDS[0] // size.shrink)
     return blocks, [
         Panel("learning rate", "validation loss, nats a token", lines, "Points are means over the seeds at a rate."),
         Panel("position, tokens", "loss minus softmax's, nats a token", curves, title, log_x=True, context=context),
     ]
 
 
-def differences_by_position(timed, start):
-    """Return {variant: (positions from `start` on, mean losses minus softmax's)} of the Entries of equal time."""
-    curves = {}
-    for entry in timed:
-        name = entry.name.removesuffix(", equal time")
-        positions, losses, _ = position_curve(entry, "positions" if name == "softmax" else "far")
-        curves[name] = positions[positions >= start], losses[positions >= start]
-    if "softmax" not in curves:
+def differences_by_position(curves, base, start=0):
+    """Return {name: (positions from `start` on, mean losses minus the losses of base)}; {} if base is None.
+
+    base and the values of curves are what position_curve returns, all at the same positions.
+    """
+    if base is None:
         return {}
-    _, base = curves["softmax"]
-    return {name: (positions, losses - base) for name, (positions, losses) in curves.items()}
+    differences = {name: (positions, losses - base[1]) for name, (positions, losses, _) in curves.items()}
+    return {name: (x[x >= start], y[x >= start]) for name, (x, y) in differences.items()}
 
 
 if __name__ == "__main__":

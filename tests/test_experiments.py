@@ -27,7 +27,18 @@ from sympow.data.recall.tasks import CHANCE, make_pairs, questions
 from sympow.data.source import prepare as prepare_source
 from sympow.data.tokenizer import Tokenizer
 from sympow.experiments import train as experiment_train
-from sympow.experiments import capacity, evaluation_length, measure, parts, recipe, report, runs, which_attention
+from sympow.experiments import (
+    capacity,
+    evaluation_length,
+    larger,
+    long_texts,
+    measure,
+    parts,
+    recipe,
+    report,
+    runs,
+    which_attention,
+)
 from sympow.experiments.forgetting import fla_attention, forgetting_attention
 from sympow.experiments.measure import positions, read_text, read_tokens, score
 from sympow.experiments.report import Entry, Panel, draw_panel, ratio_cell, table
@@ -262,7 +273,7 @@ def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, 
 
 def read_losses(folder):
     """Return the losses of a run in two stages. The first step of each compiles."""
-    steps = [(10, 0.3, 8), (100, 10, 8), (110, 0.1, 16), (200, 5, 16)]
+    steps = [(10, 0.3, 64), (100, 10, 64), (110, 0.1, 1024), (200, 5, 1024)]
     train = [dict(zip(("tokens", "tok_per_sec", "context"), step), train_loss=4.0, grad_norm=1.0) for step in steps]
     return train, [dict(tokens=100, val_loss=4.5), dict(tokens=200, val_loss=1.0, gate=[0.9])]
 
@@ -281,7 +292,15 @@ def plan(size):
 
 MEASURED = dict(
     size=dict(parameters=9, bytes=[10**6, 2 * 10**6, 3 * 10**6]),
-    positions=dict(texts=[1.0, 2.0]),
+    positions=dict(
+        texts=[1.0, 2.0],
+        positions=[512, 1024],
+        mean=[3.0, 2.0],
+        errors=[0.5, 0.25],
+        spans=dict(mean=3 * [1.75], errors=3 * [0.125]),
+    ),
+    swapped=dict(own=[1.0, 2.0], foreign=[1.5, 2.5]),
+    swapped_far=dict(own=[1.0, 2.0], foreign=[1.25, 2.25]),
     far=dict(texts=[1.0, 2.0]),
     speed={"256": 1000.0, "4096": 2000.0},
 )
@@ -380,6 +399,39 @@ def test_the_parts_and_the_recipe_report_each_run(experiment, monkeypatch):
     assert f"{row} 1.0 / 2.0 / 3.0 | 1,000 / 2,000 |" in table
 
 
+def test_long_texts_are_reported_by_way_of_training_beside_the_better_softmax(experiment, monkeypatch):
+    main, started, _ = experiment
+    figures = []
+    monkeypatch.setattr(runs, "plot", lambda panels, png: figures.append(panels))
+    options = dict(name="long_texts", experiment=(long_texts.plan, long_texts.report), seeds=None)
+    names = long_texts.NAMES
+    assert main(**options) == 3 and started == [f"{name}, speed" for name in names] and not figures
+    assert main(**options) == 0 and started[6:] == [f"{name}, {way}" for name in names for way in long_texts.SHARES]
+    text = pathlib.Path("out/experiments/tiny/long_texts.md").read_text()
+    row = "| forgetting, in stages | 200 | 29 | 1.0000 | +0.0000 | 1.5000 | 1.7500 ± 0.1250 | 1.7500 ± 0.1250 |"
+    row += " 1.7500 ± 0.1250 | +0.0000 ± 0.0000 | +0.0000 ± 0.0000 | +0.5000 ± 0.0000 | +0.2500 ± 0.0000 |"
+    assert f"{row} 1.0 / 2.0 / 3.0 |" in text
+    for panel in figures[0]:
+        assert list(panel.lines) == list(names)
+        assert all(list(x) == [512, 1024] and not y.any() for x, y in panel.lines.values())
+
+
+def test_the_distance_to_softmax_is_beside_that_of_the_smaller_model(tmp_path):
+    def models(softmax, p2, rate):
+        rows = [entry(f"{long_texts.SOFTMAX}, lr {rate}", softmax), entry(f"p=2, heads of 64, lr {rate}", p2)]
+        for row in rows:
+            settings = dict(seed=1, learning_rate=rate)
+            row.record.update(name=row.name, settings=settings, measures=MEASURED)
+        return rows
+
+    size = replace(runs.SIZES["tiny"], folder=str(tmp_path))
+    worse, best, smaller = models(1.2, 1.4, 0.0012), models(1.0, 1.1, 0.0006), models(1.2, 1.5, 0.0024)
+    write_json(str(tmp_path / "recipe.json"), {"runs": {row.name: row.record for row in smaller}})
+    (rates, distances, _), panels = larger.report({row.name: row for row in worse + best}, size)
+    assert "| p=2, heads of 64 | 1.1000 | 1.4000 |" in rates and not panels
+    assert "| p=2, heads of 64, lr 0.0006 | 9 | 1.1000 | +0.1000 | +0.3000 | 1.5000 | +0.0000 ± 0.0000 |" in distances
+
+
 @pytest.mark.parametrize("options", [["--size=huge"], ["--gpus=1"], ["--dataset=missing"]])
 def test_mistakes_are_one_line(experiment, options, capsys):
     main, started, _ = experiment
@@ -399,8 +451,15 @@ def test_tables_in_docs_are_those_of_their_records(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experiment,name", [(evaluation_length, "sympow_gating p=2"), (recipe, "forgetting")])
-def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch, experiment, name):
+@pytest.mark.parametrize(
+    "experiment,name,measure",
+    [
+        (evaluation_length, "sympow_gating p=2", "far"),
+        (recipe, "forgetting", "far"),
+        (long_texts, (long_texts.SOFTMAX, "p=2, heads of 64"), "positions"),
+    ],
+)
+def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch, experiment, name, measure):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", helpers.ROOT)
     model = dict(n_layer=2, n_head=1, n_embd=16)
@@ -409,15 +468,20 @@ def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch,
 
     def main():
         runs.main(
-            "x", lambda size: [run for run in experiment.plan(size) if run.name.startswith(name)], experiment.report
+            getattr(experiment, "NAME", "x"),
+            lambda size: [run for run in experiment.plan(size) if run.name.startswith(name)],
+            experiment.report,
         )
 
-    assert helpers.call(main, "--size=tiny", f"--dataset={dataset}") == 0
-    record, *_ = read_json("out/experiments/tiny/x.json")["runs"].values()
-    far = record["measures"]["far"]
-    assert len(far["mean"]) == len(far["errors"]) > 20 and len(record["gate"]) == 2
+    while helpers.call(main, "--size=tiny", f"--dataset={dataset}") == 3:
+        pass  # the speeds are measured first
+    path = f"out/experiments/tiny/{getattr(experiment, 'NAME', 'x')}"
+    records = read_json(f"{path}.json")["runs"].values()
+    *_, record = (record for record in records if measure in record.get("measures", {}))
+    curve = record["measures"][measure]
+    assert len(curve["mean"]) == len(curve["errors"]) > 20 and len(record["gate"]) == 2
     assert record["val"][-1][1] < 6
-    assert os.path.getsize("out/experiments/tiny/x.png") > 1000
+    assert os.path.getsize(f"{path}.png") > 1000
 
 
 def follow_plan(experiment, size, best_place):
@@ -436,7 +500,7 @@ def follow_plan(experiment, size, best_place):
                 settings=run.settings,
                 corpus={"name": os.path.basename(size.dataset)},
                 val=[[1, loss]],
-                tokens_per_second={"256": 4096.0 * place},
+                tokens_per_second={str(context): 2.0**20 * place / context for context in (256, 4096, 65536)},
             )
         write_json(os.path.join(size.folder, f"{experiment.NAME}.json"), {"runs": records})
     return stages
@@ -467,6 +531,39 @@ def test_each_contender_gets_seeds_at_its_best_rate_and_the_closest_ones_get_fiv
     closest = [name for name in best if name.startswith(("p=4, heads of 64", "softmax, lr"))]
     next_rate = ["forgetting, lr 0.0096", *2 * best, *2 * closest]
     assert stages == [[f"{name}, lr 0.0048" for name in names], next_rate, 4 * ["forgetting, lr 0.0048"]]
+
+
+def test_long_texts_take_equal_seconds_in_both_ways_and_are_read_at_once(tmp_path):
+    """With 32 steps a second at 4,096 tokens and 2 at 65,536."""
+    size = replace(runs.SIZES["small"], folder=str(tmp_path))
+    names = [f"{name}, {way}" for name in long_texts.NAMES for way in long_texts.SHARES]
+    speeds, timed = follow_plan(long_texts, size, lambda name: 2**14)
+    assert speeds == [f"{name}, speed" for name in long_texts.NAMES] and timed == 3 * names
+    planned = long_texts.plan(size)
+    assert [run.settings["seed"] for run in planned] == [seed for seed in (1337, 1338, 1339) for _ in names]
+    keys = "block_size", "batch_size", "then", "max_iters", "decay_share"
+    scratch, stages = ([run.settings.get(key) for key in keys] for run in planned[:2])
+    assert scratch == [65536, 2, None, 800, None] and stages == [4096, 32, "65536@10240", 10400, 0.0154]
+    for run in planned:
+        texts = [
+            {key: run.measures[name][key] for key in ("length", "documents", "skip")}
+            for name in run.measures
+            if name != "size"
+        ]
+        assert (
+            texts == 3 * [dict(length=65536, documents=64, skip=size.eval_tokens)]
+            and "window" not in run.measures["positions"]
+        )
+
+
+def test_the_larger_models_are_twice_as_wide_with_the_same_heads():
+    planned = larger.plan(runs.SIZES["small"])
+    shapes = [
+        tuple(run.settings.get(key, 64) for key in ("n_layer", "n_embd", "n_head", "head_dim")) for run in planned
+    ]
+    assert shapes == 2 * [(12, 768, 6, 128) if name.endswith("128") else (12, 768, 12, 64) for name in larger.NAMES]
+    assert {run.settings["batch_size"] * run.settings["block_size"] for run in planned} == {32768}
+    assert {run.settings["tokens_per_step"] * run.settings["max_iters"] for run in planned} == {131072000}
 
 
 def test_half_lives_are_those_of_each_heads_gate(dataset):

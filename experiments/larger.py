@@ -1,0 +1,84 @@
+"""Does the distance to softmax shrink or grow with the model? GPT-2 124M's shape beside the 17M of experiments.recipe.
+
+12 layers of a width of 768 read the same corpus in as many steps of as many tokens as experiments.recipe, with the same
+parts and one seed. With a vocabulary of 8,192 they have 98M parameters, so the table calls them 124M by their shape.
+Both of RATES are tried, because larger models want lower ones. The distance at 17M comes from recipe's records.
+
+    pip install flash-linear-attention      # for forgetting, on GPUs
+"""
+
+import os
+from dataclasses import replace
+from functools import partial
+
+from sympow.experiments.long_texts import SOFTMAX
+from sympow.experiments.recipe import (
+    CONTENDERS,
+    best_rates,
+    contender_of,
+    measured,
+    parameters_cell,
+)
+from sympow.experiments.recipe import NAME as SMALLER
+from sympow.experiments.report import difference_cell, entries_of, loss_cell, seeds_difference_cell, table
+from sympow.experiments.runs import main, read_records
+from sympow.experiments.which_attention import make_run, merge_rates, rates_table, texts_loss
+
+RATES = (6e-4, 1.2e-3)
+NAMES = (SOFTMAX, "forgetting", "p=2, heads of 64", "p=2, heads of 128", "p=4, heads of 64")
+TIMES = 2  # the layers, heads and width of the Size
+BATCH = 8  # sequences in a micro-step, for GPUs of 80 GB
+
+
+def plan(size):
+    """Return the runs, the first rate of all before the second. Their texts are read in windows alone."""
+    model = {name: TIMES * n for name, n in size.model.items()}
+    runs = []
+    for rate in RATES:
+        for name in NAMES:
+            settings = dict(n_layer=model["n_layer"], batch_size=BATCH) | CONTENDERS[name]
+            run = make_run(replace(size, model=model), f"{name}, lr {rate:g}", settings, rate)
+            runs.append(replace(run, measures={measure: run.measures[measure] for measure in ("size", "positions")}))
+    return runs
+
+
+# ---- the report
+
+
+def smaller_models(size, corpus):
+    """Return {contender: the Entry of its best rate} of recipe's records on this corpus."""
+    records = read_records(os.path.join(size.folder, f"{SMALLER}.json")).values()
+    entries = entries_of(record for record in records if record["corpus"] == corpus and "val" in record)
+    return best_rates(entries.values())
+
+
+def other_cell(entry, models, cell, **arguments):
+    """Return a cell of the Entry of the same contender among models {contender: Entry}; None if there is none."""
+    model = models.get(contender_of(entry))
+    return cell(model, **arguments) if model else None
+
+
+def report(entries, size):
+    """Return the table of both rates, and the one of the distances to softmax of both sizes, without a figure."""
+    larger = best_rates(entries.values())
+    models = smaller_models(size, next(iter(entries.values())).record["corpus"])
+    softmax = models.get(SOFTMAX)
+    columns = [
+        ("parameters", parameters_cell),
+        ("validation loss", loss_cell),
+        ("to softmax, 124M", partial(seeds_difference_cell, base=larger.get(SOFTMAX))),
+        ("to softmax, 17M", partial(other_cell, models=models, cell=seeds_difference_cell, base=softmax)),
+        ("other texts", partial(loss_cell, measure=texts_loss)),
+    ]
+    text_by_text = partial(difference_cell, measure="positions", interval=True)
+    columns.append(("text by text, 124M", partial(text_by_text, base=larger.get(SOFTMAX))))
+    models = {name: model for name, entry in models.items() if (model := measured(entry))}
+    smaller_cell = partial(other_cell, models=models, cell=text_by_text, base=models.get(SOFTMAX))
+    columns.append(("text by text, 17M", smaller_cell))
+    note = "Differences are to softmax with its best parts, ± half of a 95% confidence interval over seeds or texts."
+    blocks = [rates_table(merge_rates(entries.values())), table("The distance to softmax", columns, larger.values())]
+    return [*blocks, note], []
+
+
+if __name__ == "__main__":
+    main("larger", plan, report, seeds=None, corpus="source_bpe")

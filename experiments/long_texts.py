@@ -1,0 +1,139 @@
+"""Which attention should train on long texts, if all have the same time? Read at 65,536 tokens, where a state pays.
+
+Every contender has the parts of experiments.recipe and trains for SECONDS on one GPU: from scratch at 65,536 tokens, or
+in stages, at 4,096 for 80% of the time and then at 65,536, where the learning rate falls. SECONDS counts training steps
+alone, without compilation, evaluations and checkpoints, which train.py's max_seconds would count too. So a short run
+measures the speed at both contexts first, and a run takes as many steps as fit into SECONDS. One kind of GPU must train
+all of them. The records decide what is trained next: repeat the command until its status is 0.
+
+Held-out texts of 65,536 tokens are read at once. Then the last 4,096 tokens of each are scored once more behind another
+project's text, as in experiments.control: a model that uses what is far away loses by it.
+
+    pip install flash-linear-attention      # for forgetting, on GPUs
+"""
+
+import os
+from dataclasses import replace
+from functools import partial
+
+from sympow.experiments import recipe
+from sympow.experiments.control import long_texts, swapped_columns, swapped_measures
+from sympow.experiments.report import (
+    Panel,
+    difference_cell,
+    loss_cell,
+    position_curve,
+    seeds_difference_cell,
+    span_columns,
+    table,
+    tokens_cell,
+    val_loss,
+)
+from sympow.experiments.runs import main, read_records
+from sympow.experiments.which_attention import (
+    CONTEXT,
+    LONG,
+    SEEDS,
+    WINDOW,
+    differences_by_position,
+    make_run,
+    seconds_cell,
+    speed_run,
+    steps_within,
+    texts_loss,
+)
+
+NAME, RATE = "long_texts", 2.4e-3
+SECONDS = 400.0  # of training steps
+SOFTMAX = "softmax, convolution, output gate"  # the best one of recipe.SOFTMAX
+WINDOWED = f"softmax, window {WINDOW:,}"
+# of recipe.CONTENDERS, the most important first
+NAMES = (SOFTMAX, "forgetting", WINDOWED, "p=2, heads of 64", "p=2, heads of 128", "hybrid 3:1")
+SHARES = {"from scratch": 0.0, "in stages": 0.8}  # of the time that is spent at CONTEXT before LONG
+BOUNDS = (0, CONTEXT, 16384, LONG)  # of the positions that are averaged
+MEMORY = (LONG, 1 << 20)  # tokens after which the memory of generation is given
+
+
+def resized(size):
+    """Return the Size of the runs; the lengths of size tiny are shorter, because forgetting takes long on a CPU."""
+    return size if size.shrink == 1 else replace(size, shrink=max(64, size.shrink))
+
+
+def plan(size):
+    """Return the runs that the records so far ask for: the speeds, then the first seed of all, then the others.
+
+    Of size tiny there is one seed.
+    """
+    size = resized(size)
+    records = read_records(os.path.join(size.folder, f"{NAME}.json"))
+    # evaluated at the first and the last step alone
+    both = dict(then=f"{LONG // size.shrink}@.5", steps=max(120, 12 * size.fewer), eval_interval=1000)
+    speeds = {name: speed_run(size, name, recipe.CONTENDERS[name] | both, RATE) for name in NAMES}
+    measured = {name: run.find(records) for name, run in speeds.items()}
+    runs = [speeds[name] for name, record in measured.items() if not record]
+    for seed in SEEDS if size.shrink == 1 else SEEDS[:1]:
+        for name, record in measured.items():
+            runs += [timed_run(size, name, way, record, seed) for way in SHARES if record]
+    return runs
+
+
+def timed_run(size, name, way, speeds, seed):
+    """Return the Run of a contender that takes SECONDS, trained in a way of SHARES; speeds: the record of `speed_run`.
+
+    In stages the learning rate falls in the steps at LONG, which take the last fifth of the time.
+    """
+    seconds, share = SECONDS / size.fewer, SHARES[way]
+    steps, settings = steps_within(size, (1 - share) * seconds, LONG, speeds), dict(context=LONG)
+    if share:
+        first = steps_within(size, share * seconds, CONTEXT, speeds)
+        settings = dict(then=f"{LONG // size.shrink}@{first}", decay_share=round(steps / (first + steps), 4))
+        steps += first
+    settings = recipe.CONTENDERS[name] | settings | dict(steps=steps * size.fewer)
+    texts = long_texts(size) | dict(bounds=[n // size.shrink for n in BOUNDS])
+    measures = {"positions": texts, "size": dict(lengths=[n // size.shrink for n in MEMORY])} | swapped_measures(size)
+    return replace(make_run(size, f"{name}, {way}", settings, RATE, seed), measures=measures)
+
+
+# ---- the report
+
+
+def best_way(entries, name):
+    """Return the Entry of a contender with the lower validation loss of its ways, or None if it is not trained."""
+    tried = [entry for way in SHARES if (entry := entries.get(f"{name}, {way}"))]
+    return min(tried, key=lambda entry: entry.mean(val_loss), default=None)
+
+
+def report(entries, size):
+    """Return the table, and a panel for each way of training: losses by position, minus softmax's in its better way."""
+    size = resized(size)
+    softmax, windowed = best_way(entries, SOFTMAX), best_way(entries, WINDOWED)
+    text_by_text = partial(difference_cell, measure="positions", interval=True)
+    lengths = " / ".join(f"{n // size.shrink:,}" for n in MEMORY)
+    columns = [
+        ("tokens", tokens_cell),
+        ("seconds", seconds_cell),
+        (f"validation at {LONG // size.shrink:,}", loss_cell),
+        ("to softmax's best", partial(seeds_difference_cell, base=softmax)),
+        ("held-out texts", partial(loss_cell, measure=texts_loss)),
+        *span_columns("positions", [n // size.shrink for n in BOUNDS]),
+        ("to softmax's best, text by text", partial(text_by_text, base=softmax)),
+        ("to the window's best, text by text", partial(text_by_text, base=windowed)),
+        *swapped_columns(),
+        (f"MB after {lengths}", recipe.bytes_cell),
+    ]
+    title = f"Equal time, {SECONDS / size.fewer:.0f} seconds of training steps"
+    note = "Differences to a best model have 95% confidence intervals, over the seeds or over the texts. Losses by "
+    note += f"position, and what foreign text costs the last {CONTEXT // size.shrink:,} tokens, have standard errors."
+    panels, context = [], CONTEXT // size.shrink
+    for way in SHARES if softmax else ():
+        trained = {name: entry for name in NAMES if (entry := entries.get(f"{name}, {way}"))}
+        curves = {name: position_curve(entry) for name, entry in trained.items()}
+        lines = differences_by_position(curves, position_curve(softmax))
+        title_of_panel = f"Trained {way}. The base is {softmax.name}.\nThe dashed line is at {context:,} tokens."
+        label = "loss minus softmax's best, nats a token"
+        panels.append(Panel("position, tokens", label, lines, title_of_panel, log_x=True, context=context))
+    return [table(title, columns, entries.values()), note], panels
+
+
+if __name__ == "__main__":
+    main(NAME, plan, report, seeds=None, corpus="source_bpe")
