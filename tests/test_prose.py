@@ -1,8 +1,5 @@
 """The corpus of English prose: what becomes of a page, of a plain text, and of what is not prose."""
 
-import io
-import tarfile
-
 import pytest
 
 from sympow.experiments import prose
@@ -12,9 +9,10 @@ SENTENCE = "It was the best of times, it was the worst of times, and all of it i
 
 def test_a_page_gives_its_paragraphs_without_menus_and_keeps_the_lines_of_listings():
     page = f"""<html><head><title>T</title><style>p {{}}</style></head><body class="index"><nav><p>Home</nav>
-    <div class="sphinxsidebar"><div><p>Index</p></div><p>Search</p></div><div class="wy-grid-for-nav">
+    <div class="toc x"><p>Index</p></div><div class="wy-grid-for-nav">
     <h1>Two&nbsp;cities<a class="headerlink">¶</a></h1><p>{SENTENCE[:50]}<b>{SENTENCE[50:60]}</b>
-    {SENTENCE[60:]}<p>A &lt; B &amp; caf&eacute;<script>if (a < b) x();</script><pre>if a:\n    <b>b</b>()\n</pre>end"""
+    {SENTENCE[60:]}<p>A &lt; B &amp; caf&eacute;<script>if (a < b) x();</script>
+    <pre id=a>if a:\n    <b>b</b>()\n</pre>end"""
     joined = SENTENCE[:60] + " " + SENTENCE[60:].strip()
     assert prose.page_paragraphs(page) == ["Two cities", joined, "A < B & café", "if a:\n    b()", "end"]
     docbook = "<section><title>One</title><para>Use <command>ls</command>.</para><screen>$ ls\n$ ls</screen></section>"
@@ -22,14 +20,13 @@ def test_a_page_gives_its_paragraphs_without_menus_and_keeps_the_lines_of_listin
 
 
 def test_wrapped_lines_of_a_text_are_joined_and_code_and_lists_are_not():
-    text = f"Title\n=====\n\n{SENTENCE}\nand of the\nend.\n\n  for (i = 0; i < 10; i++) total += values[i] * weights[i];\n"
-    text += f"  return;\n\n{SENTENCE}\n- one\n\x1f\nFile: a.info,  Node: Top\n\n* Menu:\n\n* One::  first.\n\x1f\nTag Table:\nx"
-    assert prose.text_paragraphs(text) == [
-        "Title",
-        f"{SENTENCE} and of the\nend.",
-        "  for (i = 0; i < 10; i++) total += values[i] * weights[i];\n  return;",
-        f"{SENTENCE}\n- one",
-    ]
+    code = "  for (i = 0; i < 10; i++) total += values[i] * weights[i];\n  return;"
+    info = "\x1f\nFile: a.info,  Node: Top\n\n* Menu:\n\n* One::  first.\n\x1f\nTag Table:\nx"
+    text = f"Title\n=====\n\n{SENTENCE}\nand of the\nend.\n\n{code}\n\n{SENTENCE}\n- one\n{info}"
+    paragraphs = ["Title", f"{SENTENCE} and of the\nend.", code, f"{SENTENCE}\n- one"]
+    assert prose.text_paragraphs(text) == paragraphs
+    assert prose.text_paragraphs("=head1 NAME\n\nSee L<perl> and C<< a >>.", ".pod") == ["NAME", "See perl and  a ."]
+    assert prose.text_paragraphs("Foot \\Foot\\, n.\n   The {end}. [1913]", ".dict") == ["Foot , n.\n   The end. "]
 
 
 @pytest.mark.parametrize("limit", [40, 100, 1000])
