@@ -1,13 +1,13 @@
 """Write the English prose of Debian's documentation packages as text files, one folder a package.
 
-    python -m experiments.prose --out=prose                   # as root on Debian 12; nothing is installed
+    python -m experiments.prose --out=prose           # the packages of prose.txt, on Debian 12; nothing is installed
     python data/source/prepare.py --root prose --suffix=.txt --tokenizer=bpe:8192 --val_fraction=0.05 --out=data/prose
 
 Each package is downloaded with `apt-get download`. Either its pages (HTML, Mallard, DocBook) or its plain texts (text,
 reStructuredText, Markdown, Info, POD, dictionaries) are taken, and pages where both are much. A paragraph is one line,
-and a listing keeps its lines. Four rules leave out what is not prose:
+and a listing keeps its lines. Rules for what is no prose:
 
-- A file is left out if its name is that of an index, a log of changes, a licence or the source of a page.
+- A file is left out if its name says index, log of changes, licence, release or source of a page.
 - A paragraph is left out if it stands in more than REPEATED files of the package: headers, footers, menus.
 - More than MENU paragraphs of fewer than five words behind one another are left out: menus and tables.
 - A file is left out if fewer than ENGLISH of its words are in COMMON, or if it has fewer than SHORTEST letters: tables,
@@ -30,9 +30,7 @@ import tempfile
 from collections import Counter
 from itertools import groupby
 
-PACKAGES = """
-    anarchism
-""".split()
+PACKAGES = os.path.join(os.path.dirname(__file__), "prose.txt")  # names of packages
 LARGEST = 60_000
 SHORTEST = 500
 ENGLISH = 0.22  # novels have 0.4, manuals 0.3
@@ -43,34 +41,38 @@ COMMON = set(
 )
 PAGE = re.compile(r"\.(x?html?|xml|page)$")
 TEXT = re.compile(r"(\.(txt|rst|md|dict|pod|text|info(-\d+)?)|/[^./]+)$")
-UNWANTED = re.compile(
-    r"change|copyright|licen[sc]e|copying|legal|index-|genindex|modindex|search|_sources|translations/|_modules|/NEWS|"
-    r"authors|thanks|contributors|credits|glossary|release|whatsnew|lintian|doc-base|/bin/|/lib/|/bug/|delta\.pod|"
+UNWANTED = (
+    r"change|copyright|licen[sc]e|copying|legal|index-|genindex|modindex|search|_sources|_modules|/NEWS|authors|thanks",
+    r"contributors|credits|glossary|release|whatsnew|lintian|doc-base|/bin/|/lib/|/bug/|delta\.pod|translations/",
     r"/(help|html)/(?!en)[a-z]{2}([-_]\w+)?/|\.(?!en\b)[a-z]{2}\.html",
-    re.IGNORECASE,
 )
+UNWANTED = re.compile("|".join(UNWANTED), re.IGNORECASE)
 UNPACK = {None: bytes, ".gz": gzip.decompress, ".dz": gzip.decompress, ".bz2": bz2.decompress}
-HIDDEN = re.compile(
-    r"<!--.*?-->|<(head|script|style|nav|footer|aside|form|button|select|svg|math)\b.*?</\1>|<a [^>]*headerlink.*?</a>|"
-    r'<(div|p|ul|table|td)\b[^>]*class="(nav\w*|\w*sidebar|\w*toc|toctree-wrapper|contents|header|footer|related|menu|'
-    r'breadcrumbs?|linenos|index|copyright|legalnotice)[ "].*?</\2>',
-    re.DOTALL,
+MENUS = (
+    r"nav\w*|\w*sidebar|\w*toc|toctree-wrapper|contents|header|footer|related|menu|breadcrumbs?|linenos|index|copyright",
+    "legalnotice",
 )
+HIDDEN = (
+    r"<!--.*?-->|<(head|script|style|nav|footer|aside|form|button|select|svg|math)\b.*?</\1>|<a [^>]*headerlink.*?</a>",
+    rf'<(div|p|ul|table|td)\b[^>]*class="({"|".join(MENUS)})[ "].*?</\2>',
+)
+HIDDEN = re.compile("|".join(HIDDEN), re.DOTALL)
 LISTING = re.compile(r"<(pre|programlisting|screen|literallayout)\b(.*?</)\1>", re.DOTALL)
-BLOCK = re.compile(
-    r"</?(p|div|br|hr|h[1-6]|li|[uod]l|d[td]|t[dhr]|table|caption|blockquote|section|(sub)?title|(sim)?para|item|entry|"
-    r"listitem|term|desc|note|row|center|address|figcaption|body)\b[^>]*>"
+BLOCK = (
+    "p|div|br|hr|h[1-6]|li|[uod]l|d[td]|t[dhr]|table|caption|blockquote|section|(sub)?title|(sim)?para|item|entry",
+    "listitem|term|desc|note|row|center|address|figcaption|body",
 )
+BLOCK = re.compile(rf"</?({'|'.join(BLOCK)})\b[^>]*>")
 TAG = re.compile(r"<[a-zA-Z/!?][^>]*>")
 MARKUP = {
     ".dict": (r"\\[^\\\n]*\\|\[[^\]\n]*\]|[{}]", ""),  # pronunciations, sources and links
     ".pod": (r"^=\w+ ?|\b[A-Z]<+([^<>]*)>+", r"\1"),
-    "": (r"^(\x1f|File: .*Node: .*|\* .*::.*|\* Menu:|[^\w\s]{3,})$", ""),  # titles and menus of Info, underlining
+    "": (r"^(\x1f|File: .*Node: .*|\* .*::.*|\* Menu:|[^\w\s]{3,})$", ""),  # Info's titles and menus, underlining
 }
 
 
-def page_paragraphs(text, suffix=""):
-    """Return the paragraphs of a page as a list of texts. Only those of listings have line ends."""
+def page_paragraphs(text):
+    """Return the paragraphs of a page as a list of texts. A paragraph has line ends only if it is a listing."""
     paragraphs = []
     for i, part in enumerate(LISTING.split(HIDDEN.sub("", text))):
         if i % 3 == 0:
@@ -82,7 +84,10 @@ def page_paragraphs(text, suffix=""):
 
 
 def text_paragraphs(text, suffix=""):
-    """Return the paragraphs of a plain text as a list of texts. Wrapped lines are joined where they are prose."""
+    """Return the paragraphs of a plain text as a list of texts. Wrapped lines are joined where they are prose.
+
+    suffix: of the file's name, for example .pod. Its markup is removed.
+    """
     for markup, plain in (MARKUP.get(suffix, MARKUP[""]), MARKUP[""]):
         text = re.sub(markup, plain, text, flags=re.MULTILINE)
     paragraphs = []
@@ -120,22 +125,30 @@ def cut(paragraphs, limit=LARGEST):
 
 
 def read_package(path):
-    """Return {name: paragraphs} of the pages or the plain texts of a .deb file."""
-    kinds = {page_paragraphs: {}, text_paragraphs: {}}
+    """Return {name: paragraphs} of the pages of a .deb file, or of its texts if they have twice as many letters."""
+    pages, texts = {}, {}
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", path], stdout=subprocess.PIPE) as process:
         for member in (archive := tarfile.open(fileobj=process.stdout, mode="r|")):
             name, packing = re.fullmatch(r"(.*?)(\.gz|\.dz|\.bz2)?", member.name).groups()
-            kind = page_paragraphs if PAGE.search(name) else text_paragraphs if TEXT.search(name) else None
-            if kind and member.isfile() and not UNWANTED.search(name):
-                text = UNPACK[packing](archive.extractfile(member).read()).decode("utf-8", "replace")
-                if "\0" not in text and "\ufffd" not in text[:4096]:
-                    kinds[kind][name] = kind(text.replace("\r\n", "\n"), os.path.splitext(name)[1])
-    pages, texts = (sum(len(text) for texts in files.values() for text in texts) for files in kinds.values())
-    return kinds[page_paragraphs if pages > texts / 2 else text_paragraphs]
+            is_page = PAGE.search(name)
+            if not member.isfile() or UNWANTED.search(name) or not (is_page or TEXT.search(name)):
+                continue
+            text = UNPACK[packing](archive.extractfile(member).read()).decode("utf-8", "replace").replace("\r\n", "\n")
+            if "\0" in text or "\ufffd" in text[:4096]:  # it is not in UTF-8, or no text
+                continue
+            if is_page:
+                pages[name] = page_paragraphs(text)
+            else:
+                texts[name] = text_paragraphs(text, os.path.splitext(name)[1])
+    letters = [sum(len(text) for texts in files.values() for text in texts) for files in (pages, texts)]
+    return pages if letters[0] > letters[1] / 2 else texts
 
 
 def write_package(job):
-    """Download a package and write its English files to a folder; return how many bytes. job: (package, folder)."""
+    """Download a package and write its English files to a folder; return a line that says how many bytes they have.
+
+    job: (package, folder). A package that apt-get does not have gives 0 bytes.
+    """
     package, folder = job
     with tempfile.TemporaryDirectory() as downloads:
         subprocess.run(["apt-get", "-q", "download", package], cwd=downloads, capture_output=True)
@@ -156,12 +169,15 @@ def write_package(job):
 
 
 def main():
+    """Write the packages that the command line names, as many at a time as there are processors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, metavar="FOLDER", help="where the texts are written")
-    parser.add_argument("--package", nargs="+", default=PACKAGES, help="instead of the packages of the list")
+    parser.add_argument("--package", nargs="+", help="instead of those of prose.txt")
     args = parser.parse_args()
+    with open(PACKAGES) as f:
+        packages = args.package or f.read().split()
     with multiprocessing.Pool() as pool:
-        jobs = [(package, os.path.join(args.out, package)) for package in args.package]
+        jobs = [(package, os.path.join(args.out, package)) for package in packages]
         for line in pool.imap_unordered(write_package, jobs):
             print(line, flush=True)
 
