@@ -55,8 +55,11 @@ MEMORY = (LONG, 1 << 20)  # tokens after which the memory of generation is given
 
 
 def resized(size):
-    """Return the Size of the runs; the lengths of size tiny are shorter, because forgetting takes long on a CPU."""
-    return size if size.shrink == 1 else replace(size, shrink=max(64, size.shrink))
+    """Return the Size of the runs, with steps of two texts of LONG. Size tiny has shorter ones, and evaluates less."""
+    if size.shrink == 1:
+        return size
+    shrink = max(64, size.shrink)
+    return replace(size, shrink=shrink, tokens_per_step=2 * LONG // shrink, eval_tokens=size.eval_tokens // 4)
 
 
 def plan(size):
