@@ -58,8 +58,10 @@ def layer_pattern(setting, text, choices, n_layer):
 
 
 def leading_layer(layers):
-    """Return the layer whose recipe all take, of layers (a list of GPTConfigs): the first that has one of its own, and
-    is not softmax, which follows."""
+    """Return the one of layers (a list of GPTConfigs) whose recipe all of them take.
+
+    It is the first with a recipe of its own. Softmax layers follow the others.
+    """
     leading = [layer for layer in layers if not ATTENTIONS[layer.attention].follows] or layers
     return next((layer for layer in leading if ATTENTIONS[layer.attention].recipe(layer) != RECIPE), leading[0])
 

@@ -16,17 +16,12 @@ from torch import nn
 
 from .gates import make_gate, reset_gates
 from .sympow import Sympow
-from .variant import LEARNED_GATES, RECIPE
 
 
 class ConformalSympow(Sympow):
     gates = ("learned", "fixed", "none")
     decodes_on_kernels = "power"
     splits_context = True
-
-    @classmethod
-    def recipe(cls, config):
-        return LEARNED_GATES if config.gate == "learned" else RECIPE
 
     @classmethod
     def check(cls, config):

@@ -10,6 +10,7 @@ The state             S_i = S_{i-1} + phi(k'_i) v_i^T   and   z_i = z_{i-1} + ph
 
 from .even_power import EvenPower
 from .operator.dispatch import Problem, plan
+from .variant import LEARNED_GATES, RECIPE
 
 
 class Sympow(EvenPower):
@@ -20,6 +21,10 @@ class Sympow(EvenPower):
     def __init__(self, config):
         super().__init__(config)
         self.form, self.chunk_size = config.form, config.chunk_size or None
+
+    @classmethod
+    def recipe(cls, config):
+        return LEARNED_GATES if config.gate == "learned" else RECIPE
 
     @classmethod
     def context_layout(cls, config, block_size, dtype, device):

@@ -9,7 +9,6 @@ The state             S_i = gamma_i S_{i-1} + phi(k'_i) v_i^T   and   z_i = gamm
 
 from .gates import make_gate, reset_gates
 from .sympow import Sympow
-from .variant import LEARNED_GATES, RECIPE
 
 
 class SympowGating(Sympow):
@@ -19,7 +18,8 @@ class SympowGating(Sympow):
 
     @classmethod
     def recipe(cls, config):
-        return LEARNED_GATES | dict(positions="none") if config.gate == "learned" else RECIPE
+        recipe = super().recipe(config)
+        return recipe | dict(positions="none") if config.gate == "learned" else recipe
 
     @classmethod
     def check(cls, config):

@@ -20,7 +20,7 @@ from sympow.experiments.recipe import (
     parameters_cell,
 )
 from sympow.experiments.recipe import NAME as SMALLER
-from sympow.experiments.report import difference_cell, entries_of, loss_cell, seeds_difference_cell, table
+from sympow.experiments.report import entries_of, loss_cell, seeds_difference_cell, table, text_by_text_cell
 from sympow.experiments.runs import main, read_records
 from sympow.experiments.which_attention import make_run, merge_rates, rates_table, texts_loss
 
@@ -69,11 +69,10 @@ def report(entries, size):
         ("to softmax, 124M", partial(seeds_difference_cell, base=larger.get(SOFTMAX))),
         ("to softmax, 17M", partial(other_cell, models=models, cell=seeds_difference_cell, base=softmax)),
         ("other texts", partial(loss_cell, measure=texts_loss)),
+        ("text by text, 124M", partial(text_by_text_cell, base=larger.get(SOFTMAX))),
     ]
-    text_by_text = partial(difference_cell, measure="positions", interval=True)
-    columns.append(("text by text, 124M", partial(text_by_text, base=larger.get(SOFTMAX))))
     models = {name: model for name, entry in models.items() if (model := measured(entry))}
-    smaller_cell = partial(other_cell, models=models, cell=text_by_text, base=models.get(SOFTMAX))
+    smaller_cell = partial(other_cell, models=models, cell=text_by_text_cell, base=models.get(SOFTMAX))
     columns.append(("text by text, 17M", smaller_cell))
     note = "Differences are to softmax with its best parts, ± half of a 95% confidence interval over seeds or texts."
     blocks = [rates_table(merge_rates(entries.values())), table("The distance to softmax", columns, larger.values())]

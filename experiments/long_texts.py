@@ -20,12 +20,12 @@ from sympow.experiments import recipe
 from sympow.experiments.control import long_texts, swapped_columns, swapped_measures
 from sympow.experiments.report import (
     Panel,
-    difference_cell,
     loss_cell,
     position_curve,
     seeds_difference_cell,
     span_columns,
     table,
+    text_by_text_cell,
     tokens_cell,
     val_loss,
 )
@@ -110,7 +110,6 @@ def report(entries, size):
     """Return the table, and a panel for each way of training: losses by position, minus softmax's in its better way."""
     size = resized(size)
     softmax, windowed = best_way(entries, SOFTMAX), best_way(entries, WINDOWED)
-    text_by_text = partial(difference_cell, measure="positions", interval=True)
     lengths = " / ".join(f"{n // size.shrink:,}" for n in MEMORY)
     columns = [
         ("tokens", tokens_cell),
@@ -119,8 +118,8 @@ def report(entries, size):
         ("to softmax's best", partial(seeds_difference_cell, base=softmax)),
         ("held-out texts", partial(loss_cell, measure=texts_loss)),
         *span_columns("positions", [n // size.shrink for n in BOUNDS]),
-        ("to softmax's best, text by text", partial(text_by_text, base=softmax)),
-        ("to the window's best, text by text", partial(text_by_text, base=windowed)),
+        ("to softmax's best, text by text", partial(text_by_text_cell, base=softmax)),
+        ("to the window's best, text by text", partial(text_by_text_cell, base=windowed)),
         *swapped_columns(),
         (f"MB after {lengths}", recipe.bytes_cell),
     ]

@@ -26,11 +26,11 @@ from sympow.experiments.parts import (
 from sympow.experiments.report import (
     Entry,
     Panel,
-    difference_cell,
     loss_cell,
     megabytes,
     seeds_difference_cell,
     table,
+    text_by_text_cell,
     val_loss,
 )
 from sympow.experiments.runs import main, read_records
@@ -159,14 +159,13 @@ def report(entries, size):
     best = best_rates(tried)
     softmax = min((best[name] for name in SOFTMAX if name in best), key=lambda x: x.mean(val_loss), default=None)
     lengths = " / ".join(f"{n // size.shrink:,}" for n in MEMORY)
-    text_by_text = partial(difference_cell, measure="positions", interval=True)
     columns = [
         ("parameters", of_measured(parameters_cell)),
         ("validation loss", loss_cell),
         ("to softmax's best", partial(seeds_difference_cell, base=softmax)),
         ("to forgetting", partial(seeds_difference_cell, base=best.get("forgetting"))),
         ("other texts, in windows", of_measured(loss_cell, measure=texts_loss)),
-        ("to softmax's best, text by text", of_measured(text_by_text, base=measured(softmax))),
+        ("to softmax's best, text by text", of_measured(text_by_text_cell, base=measured(softmax))),
         ("at once", of_measured(at_once_cell)),
         (f"MB after {lengths}", of_measured(bytes_cell)),
         (f"tokens/s at {CONTEXT // size.shrink:,} / {LONG // size.shrink:,}", partial(speeds_cell, speeds=speeds)),

@@ -102,8 +102,10 @@ def seeds_difference_cell(entry, base):
     """
     if base in (None, entry):
         return None
-    losses, others = ({record["settings"]["seed"]: val_loss(record) for record in e.records} for e in (entry, base))
-    differences = [losses[seed] - others[seed] for seed in losses if seed in others]
+    losses, base_losses = (
+        {record["settings"]["seed"]: val_loss(record) for record in row.records} for row in (entry, base)
+    )
+    differences = [losses[seed] - base_losses[seed] for seed in losses if seed in base_losses]
     if len(differences) < 2:
         return f"{differences[0]:+.4f}" if differences else None
     error = stdev(differences) / len(differences) ** 0.5
@@ -125,6 +127,11 @@ def difference_cell(entry, base, measure, interval=False):
     texts = [np.mean([record["measures"][measure]["texts"] for record in e.records], axis=0) for e in (entry, base)]
     factor = STUDENT[len(texts[0]) - 2] if interval else 1.0
     return mean_cell(texts[0] - texts[1], sign="+", factor=factor)
+
+
+def text_by_text_cell(entry, base):
+    """Return the mean difference to the Entry base over texts in pieces ± half of its 95% confidence interval."""
+    return difference_cell(entry, base, measure="positions", interval=True)
 
 
 def mean_cell(values, sign="", factor=1.0):

@@ -52,9 +52,8 @@ def test_a_run_folder_has_all_that_is_needed_to_read_it(go):
     assert {name for name in os.listdir("out/a") if not name.endswith(".diff")} == files  # of changed code
     assert sorted(os.listdir("out/a/ckpt")) == ["step_00000003", "step_00000006"]
     config = json.load(open("out/a/config.json"))
-    chosen = dict(
-        rope_base=512, vocab_size=257, positions="rotary", gate_bias=3.0, convolution=4, output_gate=True
-    )  # by the data and the attention
+    # by the data, and by the attention
+    chosen = dict(rope_base=512, vocab_size=257, positions="rotary", gate_bias=3.0, convolution=4, output_gate=True)
     assert chosen.items() <= config["model"].items()
     step, _, _, evaluation, *_ = lines("out/a")
     assert {"step", "train_loss", "tokens", "seconds", "lr", "grad_norm", "tok_per_sec"} <= step.keys()
@@ -627,10 +626,11 @@ def test_kernels_that_fail_on_one_rank_are_used_on_none(monkeypatch):
 
 def test_gates_rotations_and_a_baseline_are_logged(go):
     assert go("--attention=softmax", "--out_dir=out/base") == 0
-    assert go("--attention=conformal_sympow", "--out_dir=out/a", "--baseline=out/base", "--sample_tokens=0") == 0
+    options = "--attention=conformal_sympow", "--gate_bias=6.9", "--convolution=0", "--output_gate=False"
+    assert go(*options, "--out_dir=out/a", "--baseline=out/base", "--sample_tokens=0") == 0
     base, evaluations = metrics("out/base", "val_loss"), [line for line in lines("out/a") if "val_loss" in line]
     for line in evaluations:
         assert len(line["gate"]) == len(line["beta"]) == 2
-        assert all(0.8 < gate < 0.99 for gate in line["gate"]) and all(0.5 < beta < 1.5 for beta in line["beta"])
+        assert all(0.99 < gate < 1 for gate in line["gate"]) and all(0.5 < beta < 1.5 for beta in line["beta"])
         assert line["relative_loss"] == pytest.approx(line["val_loss"] / base[line["step"]] - 1)
     assert not os.path.getsize("out/a/samples.jsonl")
