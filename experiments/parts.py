@@ -74,8 +74,6 @@ RUNS = {  # name -> settings of which_attention.make_run, the most important fir
     "hybrid, softmax rotary": HYBRID | dict(positions="none,none,none,rotary"),
     "p=2, Muon": BASE | MUON,
     "p=4, Muon": BASE | dict(p=4) | MUON,
-    "forgetting, Muon": BASE | dict(attention="forgetting") | MUON,
-    "softmax, rotary, convolution, output gate, Muon": dict(attention="softmax", **AROUND) | MUON,
     "p=2, 1.13 times the tokens": BASE | dict(steps=1130),  # what a part that costs 13% of the speed must gain
 }
 

@@ -1,9 +1,12 @@
 """Does power attention with the recipe learn as well as softmax? Every contender at its best rate, with several seeds.
 
-Each is trained with both of RATES, and with the next one while the best lies on the edge. Rates are chosen by the
-validation loss. The best one gets three seeds; p = 4, softmax with its best parts and forgetting get five. All seeds
-but the first, which chose the rate, read other texts too. The records decide what is trained next: repeat the command
-until its status is 0.
+All train with Muon. Each is trained with both of RATES, and with the next one while the best lies on the edge. Rates
+are chosen by the validation loss. The best one gets three seeds; p = 4, softmax with its best parts and forgetting get
+five. A contender that is FAR behind softmax keeps its one seed. All seeds but the first, which chose the rate, read
+other texts too. The records decide what is trained next: repeat the command until its status is 0.
+
+The first form of this experiment had AdamW in the place of Muon, without weight decay. Its table is a second one: of
+the contenders of WITH_ADAMW, with both rates of ADAMW_RATES and one seed, and of what else has a record.
 
     pip install flash-linear-attention      # for gated_deltanet and, on GPUs, for forgetting
 
@@ -22,10 +25,12 @@ from sympow.experiments.parts import (
     BASE,
     CONVOLUTION,
     HYBRID,
+    MUON,
 )
 from sympow.experiments.report import (
     Entry,
     Panel,
+    entries_of,
     loss_cell,
     megabytes,
     seeds_difference_cell,
@@ -50,14 +55,16 @@ from sympow.model import GPTConfig
 from sympow.runs.settings import fields_of
 
 NAME = "recipe"
-RATES = (2.4e-3, 1.2e-3)
+RATES = (9.6e-3, 4.8e-3)
 SEEDS = (1337, 1338, 1339, 1340, 1341)  # the last two are for the closest contenders
+FAR = 0.15  # nats a token: more seeds, which differ by 0.02, would not change the order
+ADAMW_RATES = (2.4e-3, 1.2e-3)
 SOFTMAX = {
     "softmax": dict(attention="softmax"),
     "softmax, convolution": dict(attention="softmax", convolution=CONVOLUTION),
     "softmax, convolution, output gate": dict(attention="softmax", **AROUND),
 }
-CONTENDERS = {  # name -> settings, the most important first
+CONTENDERS = {  # name -> settings beside those of the optimizer, the most important first
     "p=4, heads of 64": BASE | dict(p=4),
     "forgetting": BASE | dict(attention="forgetting"),
     "softmax, convolution": SOFTMAX["softmax, convolution"],
@@ -69,14 +76,15 @@ CONTENDERS = {  # name -> settings, the most important first
     "gated_deltanet": dict(attention="gated_deltanet"),
     "gated_deltanet, heads of 256": dict(attention="gated_deltanet_wide", n_head=2, head_dim=256),
     "p=2, heads of 96": BASE | dict(heads=96),
-    **{f"p=4, heads of {n}": BASE | dict(p=4, heads=n) for n in (32, 16)},
+    "p=4, heads of 32": BASE | dict(p=4, heads=32),
     "conformal p=2": BASE | dict(attention="conformal_sympow", positions="rotary"),
     "sympow p=2": dict(attention="sympow", p=2, **AROUND),
 }
+WITH_ADAMW = ("p=4, heads of 64", "forgetting", *SOFTMAX, "p=2, heads of 64", "p=2, heads of 128", "hybrid 3:1")
 
 
 def plan(size):
-    """Return the runs that the records so far ask for: rates in turn, seeds of the best ones, then the speeds.
+    """Return the runs that the records so far ask for: rates in turn, seeds of the best ones, speeds, then AdamW's.
 
     Of size tiny all contenders have one rate and one seed, and two of them a speed.
     """
@@ -89,16 +97,25 @@ def plan(size):
         name: min((loss, rate) for rate, loss in losses.items()) for name, (_, losses) in searches.items() if losses
     }
     softmax = min(SOFTMAX, key=best.get) if best.keys() >= SOFTMAX.keys() else None
-    for i, seed in enumerate(seeds):
-        names = best if i < 2 else best.keys() & {"p=4, heads of 64", "forgetting", softmax}
-        runs += [tuned(size, name, rate, seed) for name, (_, rate) in best.items() if name in names]
-    return runs + [speed_run(size, name) for name in CONTENDERS][: None if full else 2]
+    if softmax:
+        near = [name for name, (loss, _) in best.items() if loss < best[softmax][0] + FAR]
+        closest = [name for name in near if name in ("p=4, heads of 64", "forgetting", softmax)]
+        for i, seed in enumerate(seeds):
+            runs += [tuned(size, name, best[name][1], seed) for name in (near if i < 2 else closest)]
+    runs += [speed_run(size, name) for name in CONTENDERS][: None if full else 2]
+    return runs + [with_adamw(size, name, rate) for name in WITH_ADAMW for rate in ADAMW_RATES if full]
 
 
 def tuned(size, name, rate, seed=SEEDS[0]):
     """Return the Run of a contender at one rate. The first seed, which chooses it, has no measures, of size small."""
-    run = make_run(size, f"{name}, lr {rate:g}", CONTENDERS[name], rate, seed)
+    run = make_run(size, f"{name}, lr {rate:g}", CONTENDERS[name] | MUON, rate, seed)
     return replace(run, measures={}) if seed == SEEDS[0] and size.shrink == 1 else run
+
+
+def with_adamw(size, name, rate):
+    """Return the Run of a contender with AdamW and the first seed, without measures."""
+    run = make_run(size, f"{name}, AdamW, lr {rate:g}", CONTENDERS[name], rate, SEEDS[0])
+    return replace(run, measures={})
 
 
 def speed_run(size, name):
@@ -146,37 +163,60 @@ def best_rates(entries):
     return best
 
 
+def adamw_entries(size):
+    """Return the Entries of all records with AdamW, those of contenders beside WITH_ADAMW too, under their names."""
+    records = read_records(os.path.join(size.folder, f"{NAME}.json")).values()
+    named = [record | dict(name=record["name"].replace(", AdamW", "")) for record in records]
+    return list(entries_of(new for new, old in zip(named, records) if new["name"] != old["name"]).values())
+
+
 def speeds_cell(entry, speeds):
     """Return the tokens a second in training at both contexts; speeds: {contender: Entry}."""
     if model := speeds.get(contender_of(entry)):
         return " / ".join(f"{speed:,.0f}" for speed in model.record["measures"]["speed"].values())
 
 
-def report(entries, size):
-    """Return the tables of all rates and of the best ones, and the loss over the bytes that are kept."""
-    speeds = {contender_of(entry): entry for entry in entries.values() if entry.name.endswith(", speed")}
-    tried = [entry for entry in entries.values() if contender_of(entry) in CONTENDERS and ", lr " in entry.name]
+def rates_and_best(tried, optimizer, further=()):
+    """Return the tables of all rates, of the first seed, and of the best ones, and the Entries of these.
+
+    tried: Entries that are named CONTENDER, lr RATE. further: columns beside losses and differences.
+    """
+    first = [Entry(entry.name, [r for r in entry.records if r["settings"]["seed"] == SEEDS[0]]) for entry in tried]
+    rates = rates_table(merge_rates(first), f"Validation loss by learning rate, {optimizer}, seed {SEEDS[0]}")
     best = best_rates(tried)
     softmax = min((best[name] for name in SOFTMAX if name in best), key=lambda x: x.mean(val_loss), default=None)
-    lengths = " / ".join(f"{n // size.shrink:,}" for n in MEMORY)
     columns = [
-        ("parameters", of_measured(parameters_cell)),
         ("validation loss", loss_cell),
         ("to softmax's best", partial(seeds_difference_cell, base=softmax)),
         ("to forgetting", partial(seeds_difference_cell, base=best.get("forgetting"))),
+        *further,
+    ]
+    if softmax and measured(softmax):
+        columns.append(("other texts, to softmax's best", of_measured(text_by_text_cell, base=measured(softmax))))
+    return [rates, table(f"The best rates, {optimizer}", columns, best.values())], best
+
+
+def report(entries, size):
+    """Return the tables of all rates and of the best ones, and the loss over the bytes that are kept."""
+    speeds = {contender_of(entry): entry for entry in entries.values() if entry.name.endswith(", speed")}
+    lengths = " / ".join(f"{n // size.shrink:,}" for n in MEMORY)
+    further = [
+        ("parameters", of_measured(parameters_cell)),
         ("other texts, in windows", of_measured(loss_cell, measure=texts_loss)),
-        ("to softmax's best, text by text", of_measured(text_by_text_cell, base=measured(softmax))),
         ("at once", of_measured(at_once_cell)),
         (f"MB after {lengths}", of_measured(bytes_cell)),
         (f"tokens/s at {CONTEXT // size.shrink:,} / {LONG // size.shrink:,}", partial(speeds_cell, speeds=speeds)),
     ]
     blocks, points = [], {}
+    tried = [entry for entry in entries.values() if contender_of(entry) in CONTENDERS and ", lr " in entry.name]
     if tried:
-        blocks = [rates_table(merge_rates(tried)), table("The best rates", columns, best.values())]
+        blocks, best = rates_and_best(tried, "Muon", further)
         blocks.append("Differences have 95% confidence intervals, over the seeds or over the texts.")
-    for name, entry in best.items():
-        if model := measured(entry):
-            points[name] = [model.record["measures"]["size"]["bytes"][1] / 1e6], [entry.mean(val_loss)]
+        for name, entry in best.items():
+            if model := measured(entry):
+                points[name] = [model.record["measures"]["size"]["bytes"][1] / 1e6], [entry.mean(val_loss)]
+    if earlier := adamw_entries(size):
+        blocks += rates_and_best(earlier, "AdamW")[0]
     label = f"MB kept after {LONG // size.shrink:,} tokens"
     title = "Each point is a contender at its best rate."
     return blocks, [Panel(label, "validation loss, nats a token", points, title, log_x=True)]

@@ -196,11 +196,11 @@ def merge_rates(tried):
     return variants
 
 
-def rates_table(variants):
+def rates_table(variants, title="Validation loss by learning rate"):
     """Return the table of the losses by rate of what `merge_rates` returns."""
     rates = sorted({rate for entry in variants.values() for rate in losses_by_rate(entry)})
     columns = [(f"{rate:g}", partial(rate_cell, rate=rate)) for rate in rates]
-    return table("Validation loss by learning rate", columns, variants.values())
+    return table(title, columns, variants.values())
 
 
 def memory_cell(entry, lengths):

@@ -394,9 +394,9 @@ def test_the_parts_and_the_recipe_report_each_run(experiment, monkeypatch):
     assert started == list(parts.RUNS)
     assert main(name="recipe", experiment=(recipe.plan, recipe.report), seeds=None) == 0
     assert len(started[len(parts.RUNS) :]) == len(recipe.CONTENDERS) + 2
-    table = pathlib.Path("out/experiments/tiny/recipe.md").read_text().split("**The best rates**")[1]
-    row = "| p=4, heads of 64, lr 0.0024 | 9 | 1.0000 | +0.0000 | +0.0000 | 1.5000 | +0.0000 ± 0.0000 | 1.5000 |"
-    assert f"{row} 1.0 / 2.0 / 3.0 | 1,000 / 2,000 |" in table
+    table = pathlib.Path("out/experiments/tiny/recipe.md").read_text().split("**The best rates, Muon**")[1]
+    row = "| p=4, heads of 64, lr 0.0096 | 1.0000 | +0.0000 | +0.0000 | 9 | 1.5000 | 1.5000 | 1.0 / 2.0 / 3.0 |"
+    assert f"{row} 1,000 / 2,000 | +0.0000 ± 0.0000 |" in table
 
 
 def test_long_texts_are_reported_by_way_of_training_beside_the_better_softmax(experiment, monkeypatch):
@@ -522,15 +522,18 @@ def test_the_best_rate_of_each_attention_is_looked_for_until_it_lies_between_oth
 
 
 def test_each_contender_gets_seeds_at_its_best_rate_and_the_closest_ones_get_five(tmp_path):
-    """With records as they would be if forgetting were best at 4.8e-3, all others at 2.4e-3."""
+    """With records as they would be if forgetting were best at 4.8e-3, all others at 9.6e-3, and sympow far behind."""
     size, names = replace(runs.SIZES["small"], folder=str(tmp_path)), list(recipe.CONTENDERS)
-    first, *stages = follow_plan(recipe, size, lambda name: 4 if name == "forgetting" else 2)
+    places = {"forgetting": 4, "sympow p=2": 8.5}
+    first, *stages = follow_plan(recipe, size, lambda name: places.get(name, 8))
     assert first[: 2 * len(names)] == [f"{name}, lr {rate:g}" for rate in recipe.RATES for name in names]
-    assert first[2 * len(names) :] == [f"{name}, speed" for name in names]
-    best = [f"{name}, lr 0.0024" for name in names if name != "forgetting"]
-    closest = [name for name in best if name.startswith(("p=4, heads of 64", "softmax, lr"))]
-    next_rate = ["forgetting, lr 0.0096", *2 * best, *2 * closest]
-    assert stages == [[f"{name}, lr 0.0048" for name in names], next_rate, 4 * ["forgetting, lr 0.0048"]]
+    other = [f"{name}, AdamW, lr {rate:g}" for name in recipe.WITH_ADAMW for rate in recipe.ADAMW_RATES]
+    assert first[2 * len(names) :] == [f"{name}, speed" for name in names] + other
+    near = [f"{name}, lr 0.0096" for name in names if name not in places]
+    near.insert(1, "forgetting, lr 0.0048")
+    closest = [name for name in near if name.startswith(("p=4, heads of 64", "softmax, lr", "forgetting"))]
+    edges = [f"{name}, lr {'0.0024' if name == 'forgetting' else '0.0192'}" for name in names]
+    assert stages == [edges, [*2 * near, *2 * closest]]
 
 
 def test_long_texts_take_equal_seconds_in_both_ways_and_are_read_at_once(tmp_path):
