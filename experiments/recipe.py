@@ -163,11 +163,14 @@ def best_rates(entries):
     return best
 
 
-def adamw_entries(size):
-    """Return the Entries of all records with AdamW, those of contenders beside WITH_ADAMW too, under their names."""
-    records = read_records(os.path.join(size.folder, f"{NAME}.json")).values()
-    named = [record | dict(name=record["name"].replace(", AdamW", "")) for record in records]
-    return list(entries_of(new for new, old in zip(named, records) if new["name"] != old["name"]).values())
+def trained_with(optimizer, size):
+    """Return the Entries of all records with an optimizer, also of runs that the plan does not ask for any more."""
+    records = [
+        record | dict(name=record["name"].replace(", AdamW", ""))
+        for record in read_records(os.path.join(size.folder, f"{NAME}.json")).values()
+        if ", lr " in record["name"] and record["settings"].get("optimizer", "adamw") == optimizer
+    ]
+    return sorted(entries_of(records).values(), key=lambda entry: list(CONTENDERS).index(contender_of(entry)))
 
 
 def speeds_cell(entry, speeds):
@@ -208,14 +211,13 @@ def report(entries, size):
         (f"tokens/s at {CONTEXT // size.shrink:,} / {LONG // size.shrink:,}", partial(speeds_cell, speeds=speeds)),
     ]
     blocks, points = [], {}
-    tried = [entry for entry in entries.values() if contender_of(entry) in CONTENDERS and ", lr " in entry.name]
-    if tried:
+    if tried := trained_with("muon", size):
         blocks, best = rates_and_best(tried, "Muon", further)
         blocks.append("Differences have 95% confidence intervals, over the seeds or over the texts.")
         for name, entry in best.items():
             if model := measured(entry):
                 points[name] = [model.record["measures"]["size"]["bytes"][1] / 1e6], [entry.mean(val_loss)]
-    if earlier := adamw_entries(size):
+    if earlier := trained_with("adamw", size):
         blocks += rates_and_best(earlier, "AdamW")[0]
     label = f"MB kept after {LONG // size.shrink:,} tokens"
     title = "Each point is a contender at its best rate."
