@@ -24,7 +24,7 @@ from sympow.experiments.report import entries_of, loss_cell, seeds_difference_ce
 from sympow.experiments.runs import main, read_records
 from sympow.experiments.which_attention import make_run, merge_rates, rates_table, texts_loss
 
-RATES = (6e-4, 1.2e-3)
+RATES = (4.8e-3, 2.4e-3)
 NAMES = (SOFTMAX, "forgetting", "p=2, heads of 64", "p=2, heads of 128", "p=4, heads of 64")
 TIMES = 2  # the layers, heads and width of the Size
 BATCH = 8  # sequences in a micro-step, for GPUs of 80 GB

@@ -38,12 +38,11 @@ from sympow.experiments.which_attention import (
     differences_by_position,
     make_run,
     seconds_cell,
-    speed_run,
     steps_within,
     texts_loss,
 )
 
-NAME, RATE = "long_texts", 2.4e-3
+NAME, RATE = "long_texts", 9.6e-3
 SECONDS = 400.0  # of training steps
 SOFTMAX = "softmax, convolution, output gate"  # the best one of recipe.SOFTMAX
 WINDOWED = f"softmax, window {WINDOW:,}"
@@ -69,9 +68,7 @@ def plan(size):
     """
     size = resized(size)
     records = read_records(os.path.join(size.folder, f"{NAME}.json"))
-    # evaluated at the first and the last step alone
-    both = dict(then=f"{LONG // size.shrink}@.5", steps=max(120, 12 * size.fewer), eval_interval=1000)
-    speeds = {name: speed_run(size, name, recipe.CONTENDERS[name] | both, RATE) for name in NAMES}
+    speeds = {name: recipe.speed_run(size, name) for name in NAMES}
     measured = {name: run.find(records) for name, run in speeds.items()}
     runs = [speeds[name] for name, record in measured.items() if not record]
     for seed in SEEDS if size.shrink == 1 else SEEDS[:1]:
@@ -80,15 +77,16 @@ def plan(size):
     return runs
 
 
-def timed_run(size, name, way, speeds, seed):
-    """Return the Run of a contender that takes SECONDS, trained in a way of SHARES; speeds: the record of `speed_run`.
+def timed_run(size, name, way, record, seed):
+    """Return the Run of a contender that takes SECONDS, trained in a way of SHARES; record: that of its speeds.
 
     In stages the learning rate falls in the steps at LONG, which take the last fifth of the time.
     """
     seconds, share = SECONDS / size.fewer, SHARES[way]
-    steps, settings = steps_within(size, (1 - share) * seconds, LONG, speeds), dict(context=LONG)
+    short, long = record["measures"]["speed"].values()  # at CONTEXT and LONG
+    steps, settings = steps_within(size, (1 - share) * seconds, long), dict(context=LONG)
     if share:
-        first = steps_within(size, share * seconds, CONTEXT, speeds)
+        first = steps_within(size, share * seconds, short)
         settings = dict(then=f"{LONG // size.shrink}@{first}", decay_share=round(steps / (first + steps), 4))
         steps += first
     settings = recipe.CONTENDERS[name] | settings | dict(steps=steps * size.fewer)

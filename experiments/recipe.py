@@ -64,7 +64,7 @@ SOFTMAX = {
     "softmax, convolution": dict(attention="softmax", convolution=CONVOLUTION),
     "softmax, convolution, output gate": dict(attention="softmax", **AROUND),
 }
-CONTENDERS = {  # name -> settings beside those of the optimizer, the most important first
+PARTS = {  # name -> settings, the most important first
     "p=4, heads of 64": BASE | dict(p=4),
     "forgetting": BASE | dict(attention="forgetting"),
     "softmax, convolution": SOFTMAX["softmax, convolution"],
@@ -80,6 +80,7 @@ CONTENDERS = {  # name -> settings beside those of the optimizer, the most impor
     "conformal p=2": BASE | dict(attention="conformal_sympow", positions="rotary"),
     "sympow p=2": dict(attention="sympow", p=2, **AROUND),
 }
+CONTENDERS = {name: settings | MUON for name, settings in PARTS.items()}
 WITH_ADAMW = ("p=4, heads of 64", "forgetting", *SOFTMAX, "p=2, heads of 64", "p=2, heads of 128", "hybrid 3:1")
 
 
@@ -108,13 +109,13 @@ def plan(size):
 
 def tuned(size, name, rate, seed=SEEDS[0]):
     """Return the Run of a contender at one rate. The first seed, which chooses it, has no measures, of size small."""
-    run = make_run(size, f"{name}, lr {rate:g}", CONTENDERS[name] | MUON, rate, seed)
+    run = make_run(size, f"{name}, lr {rate:g}", CONTENDERS[name], rate, seed)
     return replace(run, measures={}) if seed == SEEDS[0] and size.shrink == 1 else run
 
 
 def with_adamw(size, name, rate):
     """Return the Run of a contender with AdamW and the first seed, without measures."""
-    run = make_run(size, f"{name}, AdamW, lr {rate:g}", CONTENDERS[name], rate, SEEDS[0])
+    run = make_run(size, f"{name}, AdamW, lr {rate:g}", PARTS[name], rate, SEEDS[0])
     return replace(run, measures={})
 
 

@@ -103,7 +103,7 @@ def at_equal_time(size, name, rate, records):
     if not record:
         return short
     seconds = SECONDS * size.seconds / SIZES["small"].seconds
-    steps = steps_within(size, seconds, CONTEXT, record)
+    steps = steps_within(size, seconds, record["tokens_per_second"][str(CONTEXT // size.shrink)])
     return make_run(size, f"{name}, equal time", VARIANTS[name] | dict(steps=steps * size.fewer), rate)
 
 
@@ -113,9 +113,8 @@ def speed_run(size, name, settings, rate):
     return replace(make_run(size, f"{name}, speed", settings, rate), measures={})
 
 
-def steps_within(size, seconds, context, record):
-    """Return how many steps at a context take so many seconds, at least 12, by the speed that a record has."""
-    speed = record["tokens_per_second"][str(context // size.shrink)]
+def steps_within(size, seconds, speed):
+    """Return how many steps take so many seconds at a speed in tokens a second, at least 12."""
     return max(12, round(seconds * speed / size.tokens_per_step))
 
 

@@ -500,7 +500,8 @@ def follow_plan(experiment, size, best_place):
                 settings=run.settings,
                 corpus={"name": os.path.basename(size.dataset)},
                 val=[[1, loss]],
-                tokens_per_second={str(context): 2.0**20 * place / context for context in (256, 4096, 65536)},
+                tokens_per_second=(speeds := {str(n): 2.0**20 * place / n for n in (256, 4096, 65536)}),
+                measures={"speed": {n: speeds[n] for n in ("4096", "65536")}},
             )
         write_json(os.path.join(size.folder, f"{experiment.NAME}.json"), {"runs": records})
     return stages
