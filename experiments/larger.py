@@ -7,7 +7,6 @@ Both of RATES are tried, because larger models want lower ones. The distance at 
     pip install flash-linear-attention      # for forgetting, on GPUs
 """
 
-import os
 from dataclasses import replace
 from functools import partial
 
@@ -18,16 +17,17 @@ from sympow.experiments.recipe import (
     contender_of,
     measured,
     parameters_cell,
+    trained_with,
 )
-from sympow.experiments.recipe import NAME as SMALLER
-from sympow.experiments.report import entries_of, loss_cell, seeds_difference_cell, table, text_by_text_cell
-from sympow.experiments.runs import main, read_records
+from sympow.experiments.report import loss_cell, seeds_difference_cell, table, text_by_text_cell
+from sympow.experiments.runs import main
 from sympow.experiments.which_attention import make_run, merge_rates, rates_table, texts_loss
 
 RATES = (4.8e-3, 2.4e-3)
 NAMES = (SOFTMAX, "forgetting", "p=2, heads of 64", "p=2, heads of 128", "p=4, heads of 64")
 TIMES = 2  # the layers, heads and width of the Size
 BATCH = 8  # sequences in a micro-step, for GPUs of 80 GB
+NOTE = "Differences are to softmax with its best parts, ± half of a 95% confidence interval over seeds or texts."
 
 
 def plan(size):
@@ -45,11 +45,10 @@ def plan(size):
 # ---- the report
 
 
-def smaller_models(size, corpus):
-    """Return {contender: the Entry of its best rate} of recipe's records on this corpus."""
-    records = read_records(os.path.join(size.folder, f"{SMALLER}.json")).values()
-    entries = entries_of(record for record in records if record["corpus"] == corpus and "val" in record)
-    return best_rates(entries.values())
+def smaller_models(size, corpus=None):
+    """Return {contender: the Entry of its best rate} of recipe's records with Muon, on this corpus if one is given."""
+    entries = [entry for entry in trained_with("muon", size) if corpus in (None, entry.record["corpus"])]
+    return best_rates(entries)
 
 
 def other_cell(entry, models, cell, **arguments):
@@ -58,25 +57,34 @@ def other_cell(entry, models, cell, **arguments):
     return cell(model, **arguments) if model else None
 
 
+def distance_columns(trained, models, here, there):
+    """Return the columns of losses and of the distances to softmax of the Entries trained {contender: Entry}.
+
+    models: of other models {contender: Entry}, whose distances stand beside them. here, there: what the two are called.
+    """
+    softmax = trained.get(SOFTMAX)
+    columns = [
+        ("validation loss", loss_cell),
+        (f"to softmax, {here}", partial(seeds_difference_cell, base=softmax)),
+        (
+            f"to softmax, {there}",
+            partial(other_cell, models=models, cell=seeds_difference_cell, base=models.get(SOFTMAX)),
+        ),
+        ("other texts", partial(loss_cell, measure=texts_loss)),
+        (f"text by text, {here}", partial(text_by_text_cell, base=softmax)),
+    ]
+    models = {name: model for name, entry in models.items() if (model := measured(entry))}
+    there_cell = partial(other_cell, models=models, cell=text_by_text_cell, base=models.get(SOFTMAX))
+    return [*columns, (f"text by text, {there}", there_cell)]
+
+
 def report(entries, size):
     """Return the table of both rates, and the one of the distances to softmax of both sizes, without a figure."""
     larger = best_rates(entries.values())
     models = smaller_models(size, next(iter(entries.values())).record["corpus"])
-    softmax = models.get(SOFTMAX)
-    columns = [
-        ("parameters", parameters_cell),
-        ("validation loss", loss_cell),
-        ("to softmax, 124M", partial(seeds_difference_cell, base=larger.get(SOFTMAX))),
-        ("to softmax, 17M", partial(other_cell, models=models, cell=seeds_difference_cell, base=softmax)),
-        ("other texts", partial(loss_cell, measure=texts_loss)),
-        ("text by text, 124M", partial(text_by_text_cell, base=larger.get(SOFTMAX))),
-    ]
-    models = {name: model for name, entry in models.items() if (model := measured(entry))}
-    smaller_cell = partial(other_cell, models=models, cell=text_by_text_cell, base=models.get(SOFTMAX))
-    columns.append(("text by text, 17M", smaller_cell))
-    note = "Differences are to softmax with its best parts, ± half of a 95% confidence interval over seeds or texts."
+    columns = [("parameters", parameters_cell), *distance_columns(larger, models, "124M", "17M")]
     blocks = [rates_table(merge_rates(entries.values())), table("The distance to softmax", columns, larger.values())]
-    return [*blocks, note], []
+    return [*blocks, NOTE], []
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from sympow.data.tokenizer import Tokenizer
 from sympow.experiments import train as experiment_train
 from sympow.experiments import (
     capacity,
+    english,
     evaluation_length,
     larger,
     long_texts,
@@ -416,20 +417,23 @@ def test_long_texts_are_reported_by_way_of_training_beside_the_better_softmax(ex
         assert all(list(x) == [512, 1024] and not y.any() for x, y in panel.lines.values())
 
 
-def test_the_distance_to_softmax_is_beside_that_of_the_smaller_model(tmp_path):
+@pytest.mark.parametrize("experiment", [larger, english])
+def test_the_distance_to_softmax_is_beside_that_of_the_recipe(tmp_path, experiment):
     def models(softmax, p2, rate):
         rows = [entry(f"{long_texts.SOFTMAX}, lr {rate}", softmax), entry(f"p=2, heads of 64, lr {rate}", p2)]
         for row in rows:
-            settings = dict(seed=1, learning_rate=rate)
+            settings = dict(seed=1, learning_rate=rate, optimizer="muon")
             row.record.update(name=row.name, settings=settings, measures=MEASURED)
         return rows
 
     size = replace(runs.SIZES["tiny"], folder=str(tmp_path))
     worse, best, smaller = models(1.2, 1.4, 0.0012), models(1.0, 1.1, 0.0006), models(1.2, 1.5, 0.0024)
     write_json(str(tmp_path / "recipe.json"), {"runs": {row.name: row.record for row in smaller}})
-    (rates, distances, _), panels = larger.report({row.name: row for row in worse + best}, size)
-    assert "| p=2, heads of 64 | 1.1000 | 1.4000 |" in rates and not panels
-    assert "| p=2, heads of 64, lr 0.0006 | 9 | 1.1000 | +0.1000 | +0.3000 | 1.5000 | +0.0000 ± 0.0000 |" in distances
+    (*rates, distances, _), panels = experiment.report({row.name: row for row in worse + best}, size)
+    assert not panels and all("| p=2, heads of 64 | 1.1000 | 1.4000 |" in table for table in rates)
+    first = {larger: "9", english: "1,000 (2.5 epochs)"}[experiment]
+    row = f"| p=2, heads of 64, lr 0.0006 | {first} | 1.1000 | +0.1000 | +0.3000 | 1.5000 | +0.0000 ± 0.0000 |"
+    assert row in distances
 
 
 @pytest.mark.parametrize("options", [["--size=huge"], ["--gpus=1"], ["--dataset=missing"]])
