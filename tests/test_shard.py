@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import types
 
 import pytest
@@ -140,13 +141,10 @@ def test_a_part_has_the_same_bytes_in_any_order_of_its_tensors(tmp_path):
 
 def test_what_a_sharded_model_does_not_take_is_refused(capsys):
     layout = Layout(types.SimpleNamespace(rank=0, world=2, master=True, distributed=True), shard=True)
-    for settings, device, message in (
-        (dict(optimizer="muon", backend="auto"), "cpu", "shard=True takes optimizer=adamw, got muon"),
-        (dict(optimizer="adamw", backend="gloo"), "cuda", "shard=True needs backend=nccl on GPUs, got backend=gloo"),
-    ):
-        with pytest.raises(SystemExit) as refused:
-            layout.check(types.SimpleNamespace(**settings), torch.device(device))
-        assert refused.value.code == 2 and message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as refused:
+        layout.check(types.SimpleNamespace(backend="gloo"), torch.device("cuda"))
+    assert refused.value.code == 2
+    assert "shard=True needs backend=nccl on GPUs, got backend=gloo" in capsys.readouterr().err
 
 
 # functions for several ranks, each in a process
@@ -154,7 +152,9 @@ def test_what_a_sharded_model_does_not_take_is_refused(capsys):
 
 def compare_with_ddp():
     """Train a sharded model beside copies that DDP averages, and write and read checkpoints of both."""
-    ranks, cfg = Ranks(), train.TrainConfig(learning_rate=1e-2, weight_decay=0.1)
+    training_optimizer.NEWTON_SCHULZ_DTYPE = torch.float64  # bfloat16 would show differences of the last bit
+    training_optimizer.MUON_BATCH = 20_000  # of 68,256 entries
+    ranks, cfg = Ranks(), train.TrainConfig(learning_rate=1e-2, weight_decay=0.1, optimizer=sys.argv[1])
     device = torch.device("cpu")
     with exit_statuses(ranks):
         ranks.join(device, "gloo", 60)
@@ -234,8 +234,10 @@ def local_rows(tensors):
     return {name: parts.own_rows(x)[0] for name, x in tensors.items()}
 
 
-def test_two_ranks_with_a_sharded_model_take_the_steps_of_two_with_copies(tmp_path):
-    assert join(*start_ranks(2, compare_with_ddp, cwd=tmp_path)) == [0, 0], (tmp_path / "rank_0").read_text()
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_ranks_with_a_sharded_model_take_the_steps_of_two_with_copies(tmp_path, optimizer):
+    ranks = start_ranks(2, compare_with_ddp, optimizer, cwd=tmp_path)
+    assert join(*ranks) == [0, 0], (tmp_path / "rank_0").read_text()
 
 
 def train_with_a_full_disk_on_rank_1():

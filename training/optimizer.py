@@ -20,15 +20,16 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from sympow.runs.parts import is_sharded
+from sympow.runs.parts import is_sharded, own_rows
 
 # torch.optim.Muon's defaults
 MOMENTUM = 0.95
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.775, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
+NEWTON_SCHULZ_DTYPE = torch.bfloat16
 SMALLEST_NORM = 1e-7
 
-MUON_BATCH = 2**26  # entries of the matrices that Muon works on together: 18 bytes for each while a step is taken
+MUON_BATCH = 2**26  # entries of the weights that Muon works on together: 18 bytes for each while a step is taken
 
 
 def make_optimizer(model, cfg):
@@ -56,7 +57,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     the size of AdamW's (Liu et al., 2025, "Muon is Scalable for LLM Training"), so that AdamW's learning rate and
     weight decay serve for both. The steps are torch.optim.Muon's with adjust_lr_fn="match_rms_adamw", which
     launches some 28 operators for each matrix: a GPU with a small model waits for the host. Here matrices of one shape
-    are worked on together, a hundred launches a step.
+    are worked on together, a hundred launches a step. Of a sharded model each rank has its rows of the momentum. It
+    gathers whole matrices for as long as it works on them.
     """
 
     def __init__(self, model, cfg):
@@ -74,27 +76,45 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self.adamw.param_groups, self.adamw.state = self.param_groups[:-1], self.state
         self.adamw.found_inf = self.found_inf
         self.adamw.step()
-        matrices = defaultdict(list)  # by shape: (matrix, gradient, momentum), views of a weight's rows
-        for weight, rows in self.matrix_rows.items():
-            tensors = weight.detach(), weight.grad, self.state[weight]["momentum_buffer"]
-            for views in zip(*(x.split(rows) for x in tensors)):
-                matrices[views[0].shape].append(views)
-        for shape, views in matrices.items():
-            count = max(1, MUON_BATCH // shape.numel())
-            for i in range(0, len(views), count):
-                self._step_together(*zip(*views[i : i + count]))
+        weights = []
+        for weight in self.matrix_rows:
+            if weights and sum(x.numel() for x in (*weights, weight)) > MUON_BATCH:
+                self._step_together(weights)
+                weights = []
+            weights.append(weight)
+        self._step_together(weights)
 
-    def _step_together(self, matrices, gradients, momenta):
-        """Take a step of Muon for matrices of one shape."""
+    def _step_together(self, weights):
+        """Take a step of Muon for some weights, of which this rank holds all rows, or some of a sharded one."""
         group, skip = self.param_groups[-1], self.found_inf != 0
-        momentum = torch.stack(momenta)
-        gradient = torch.where(skip, momentum, torch.stack(gradients))  # which leaves the momentum as it is
+        self._mix_momentum(weights, skip)
+        matrices = defaultdict(list)  # by shape: (gradient, own rows of the matrix, which rows those are)
+        for weight in weights:
+            gradient = weight.grad.to(NEWTON_SCHULZ_DTYPE).full_tensor() if is_sharded(weight) else weight.grad
+            (own, first), start = own_rows(weight.detach()), 0
+            for matrix in gradient.split(self.matrix_rows[weight]):
+                begin, end = max(0, start - first), max(0, start - first + len(matrix))
+                rows = slice(max(0, first - start), max(0, first - start + len(own)))
+                matrices[matrix.shape].append((matrix, own[begin:end], rows))
+                start += len(matrix)
+        for shape, of_shape in matrices.items():
+            gradients, own, rows = zip(*of_shape)
+            update = torch.where(skip, 0.0, orthogonalize(torch.stack(gradients)).to(own[0].dtype))
+            rate = group["lr"] * 0.2 * max(shape) ** 0.5
+            torch._foreach_mul_(own, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
+            torch._foreach_add_(own, [x[i] for x, i in zip(update, rows)], alpha=-rate)
+
+    def _mix_momentum(self, weights, skip):
+        """Update the momentum of some weights, and put Nesterov's momentum in the place of their gradients."""
+        gradients = [own_rows(weight.grad)[0] for weight in weights]
+        momenta = [own_rows(self.state[weight]["momentum_buffer"])[0] for weight in weights]
+        gradient, momentum = (torch.cat([x.flatten() for x in tensors]) for tensors in (gradients, momenta))
+        gradient = torch.where(skip, momentum, gradient)  # which leaves the momentum as it is
         momentum.lerp_(gradient, 1 - MOMENTUM)
-        update = orthogonalize(gradient.lerp_(momentum, MOMENTUM)).to(momentum.dtype)  # Nesterov's momentum
-        rate = group["lr"] * 0.2 * max(matrices[0].shape) ** 0.5
-        torch._foreach_copy_(momenta, momentum.unbind())
-        torch._foreach_mul_(matrices, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
-        torch._foreach_add_(matrices, torch.where(skip, 0.0, update).unbind(), alpha=-rate)
+        gradient.lerp_(momentum, MOMENTUM)
+        sizes = [x.numel() for x in momenta]
+        for tensors, flat in ((gradients, gradient), (momenta, momentum)):
+            torch._foreach_copy_(tensors, [x.view_as(y) for x, y in zip(flat.split(sizes), tensors)])
 
 
 def muon_weights(model):
@@ -115,14 +135,14 @@ def muon_weights(model):
 
 
 def orthogonalize(x):
-    """Return for each matrix of x [n, rows, columns] one near the nearest orthogonal one, in bfloat16.
+    """Return for each matrix of x [n, rows, columns] one near the nearest orthogonal one, in NEWTON_SCHULZ_DTYPE.
 
     This is the Newton-Schulz iteration of Jordan et al. (2024).
     """
     if x.shape[1] > x.shape[2]:
         return orthogonalize(x.mT).mT
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
-    x = x.to(torch.bfloat16)
+    x = x.to(NEWTON_SCHULZ_DTYPE)
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT

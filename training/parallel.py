@@ -80,8 +80,6 @@ class Layout:
 
     def check(self, cfg, device):
         """Refuse settings that a sharded model does not take."""
-        if self.sharded and cfg.optimizer == "muon":
-            refuse("shard=True takes optimizer=adamw, got muon, which needs whole matrices: give one of the two up")
         if self.sharded and cfg.backend == "gloo" and device.type == "cuda":
             refuse("shard=True needs backend=nccl on GPUs, got backend=gloo")
 
