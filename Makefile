@@ -1,4 +1,4 @@
-# make demo       environment, data, two small models, pictures of them and a sample: the quick start
+# make demo       environment, data, three small models, pictures of them and a sample: the quick start
 # make ... PY=python3   use this interpreter as it is (conda, docker) and make no .venv
 
 PYTHON ?= python3
@@ -10,18 +10,19 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@echo "  PYTHON=python3.12 builds .venv from that Python; PY=python3 uses that one as it is, without .venv"
 
-DEMO_NAMES = softmax,conformal_sympow
+DEMO_NAMES = softmax,window,sympow_gating
 
-demo: env  ## prepare data, train two small models, plot their losses, sample from one (4 minutes on two CPUs)
+demo: env  ## prepare data, train three small models, plot their losses, sample from one (6 minutes on two CPUs)
 	$(PY) data/pystdlib/prepare.py
 	$(PY) train.py config/demo.py --attention=softmax --out_dir=out/demo_softmax
-	$(PY) train.py config/demo.py --out_dir=out/demo_conformal
-	$(PY) compare.py out/demo_softmax out/demo_conformal --names=$(DEMO_NAMES) --png=out/demo_loss.png
-	$(PY) evaluate.py --out_dir=out/demo_softmax,out/demo_conformal --names=$(DEMO_NAMES) --length=2048 --documents=24 --png=out/demo_loss_by_position.png
-	$(PY) sample.py --out_dir=out/demo_conformal --prompt="def " --max_new_tokens=600
+	$(PY) train.py config/demo.py --attention=softmax --window=256 --out_dir=out/demo_window
+	$(PY) train.py config/demo.py --out_dir=out/demo_power
+	$(PY) compare.py out/demo_softmax out/demo_window out/demo_power --names=$(DEMO_NAMES) --png=out/demo_loss.png
+	$(PY) evaluate.py --out_dir=out/demo_softmax,out/demo_window,out/demo_power --names=$(DEMO_NAMES) --length=2048 --documents=24 --png=out/demo_loss_by_position.png
+	$(PY) sample.py --out_dir=out/demo_power --prompt="def " --max_new_tokens=600
 	@echo
-	@echo "out/demo_loss.png shows how both models learn, by steps and time."
-	@echo "out/demo_loss_by_position.png shows both reading 8 times their training context, which ends at the dashed line."
+	@echo "out/demo_loss.png shows how they learn, by steps and time. The window keeps as many bytes as the state."
+	@echo "out/demo_loss_by_position.png shows them reading 8 times their training context, which ends at the dashed line."
 
 PYTEST = -m pytest -rfE -n auto --maxprocesses=8 tests
 

@@ -1,7 +1,7 @@
-"""A small byte-level model of Python source, about 90 seconds on two CPU cores. `make demo` trains two of them."""
+"""A small byte-level model of Python source, about 90 seconds on two CPU cores. `make demo` trains three of them."""
 
 dataset = "pystdlib"
-attention = "conformal_sympow"
+attention = "sympow_gating"
 p = 2
 n_layer = 4
 n_head = 4
@@ -9,7 +9,9 @@ n_embd = 128
 block_size = 256
 batch_size = 8
 tokens_per_step = 2048
-learning_rate = 3e-3
+optimizer = "muon"
+weight_decay = 0.1
+learning_rate = 6e-3
 warmup_iters = 20
 schedule = "cosine"
 max_iters = 300

@@ -22,11 +22,14 @@ needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 DEMO = [
     "data/pystdlib/prepare.py",
     "train.py config/demo.py --attention=softmax --out_dir=out/demo_softmax",
-    "train.py config/demo.py --out_dir=out/demo_conformal",
-    "compare.py out/demo_softmax out/demo_conformal --names=softmax,conformal_sympow --png=out/demo_loss.png",
-    "evaluate.py --out_dir=out/demo_softmax,out/demo_conformal --names=softmax,conformal_sympow --length=2048"
+    "train.py config/demo.py --attention=softmax --window=256 --out_dir=out/demo_window",
+    "train.py config/demo.py --out_dir=out/demo_power",
+    "compare.py out/demo_softmax out/demo_window out/demo_power --names=softmax,window,sympow_gating"
+    " --png=out/demo_loss.png",
+    "evaluate.py --out_dir=out/demo_softmax,out/demo_window,out/demo_power --names=softmax,window,sympow_gating"
+    " --length=2048"
     " --documents=24 --png=out/demo_loss_by_position.png",
-    'sample.py --out_dir=out/demo_conformal --prompt="def " --max_new_tokens=600',
+    'sample.py --out_dir=out/demo_power --prompt="def " --max_new_tokens=600',
 ]
 
 
