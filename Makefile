@@ -21,7 +21,7 @@ demo: env  ## prepare data, train three small models, plot their losses, sample 
 	$(PY) evaluate.py --out_dir=out/demo_softmax,out/demo_window,out/demo_power --names=$(DEMO_NAMES) --length=2048 --documents=24 --png=out/demo_loss_by_position.png
 	$(PY) sample.py --out_dir=out/demo_power --prompt="def " --max_new_tokens=600
 	@echo
-	@echo "out/demo_loss.png shows how they learn, by steps and time. The window keeps as many bytes as the state."
+	@echo "out/demo_loss.png shows how they learn, by tokens and time. The window keeps as many bytes as the state."
 	@echo "out/demo_loss_by_position.png shows them reading 8 times their training context, which ends at the dashed line."
 
 PYTEST = -m pytest -rfE -n auto --maxprocesses=8 tests

@@ -22,7 +22,7 @@ from sympow.code import changed_files
 from sympow.data import DataError
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json
-from sympow.runs.plots import choose_picture, plot_loss_curves, short_count
+from sympow.runs.plots import choose_picture, plot_loss_curves
 from sympow.runs.program import Parser, run_program, refuse
 from sympow.runs.metrics import read_lines
 from sympow.runs.folder import fingerprint
@@ -162,7 +162,10 @@ def format_count(n):
     """Format a number of tokens: 6,144 or 1.31M or 2.6B."""
     if n is None:
         return "-"
-    return f"{n:,}" if n < 1e6 else short_count(float(f"{n:.3g}"))
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return f"{n:,}"
 
 
 def plain(header, cells):
@@ -210,19 +213,14 @@ def main(argv=None):
     runs = {name: read_losses(folder, args.metric) for name, folder in zip(names, args.runs)}
     rows = [summarise(name, train, val) for name, (train, val) in runs.items()]
     settings = {name: saved_settings(folder) for name, folder in zip(names, args.runs)}
-    data = {name: values["data"] for name, values in settings.items() if "data" in values}
-    foreign = {name for name in data if names[0] in data and data[name] != data[names[0]]}
     one_dataset = args.metric != "val_loss"  # of validation, whatever a run was trained on
     for row in rows:
         row["bits"] = bits_per_byte(row["val"], {} if one_dataset or not row["val"] else settings[row["run"]])
         settings[row["run"]] |= {key: row[key] for key in ("tokens", "val_context") if row[key]}
     print((markdown if args.markdown else plain)(*table(rows, args.metric)))
-    comparable = {
-        name: ([], val if one_dataset else []) if name in foreign else runs[name] for name, (_, val) in runs.items()
-    }
     print(f"{differences(settings)}\n{LEGEND}{other_code(dict(zip(names, args.runs)), rows)}", flush=True)
     if picture:
-        plot_loss_curves(runs, picture, comparable)
+        plot_loss_curves(runs, picture)
         print(f"wrote {picture}")
 
 

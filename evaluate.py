@@ -37,7 +37,7 @@ from sympow.model import GPTConfig
 from sympow.runs import checkpoint
 from sympow.runs.folder import fingerprint
 from sympow.runs.load import load_run, newest_run, no_checkpoint, transformers_type
-from sympow.runs.plots import choose_picture, means_by_position, plot_loss_by_position, shorten
+from sympow.runs.plots import choose_picture, means_by_position, plot_loss_by_position
 from sympow.runs.program import check_output, run_program, refuse
 from sympow.runs.scores import score_pieces
 from sympow.runs.settings import check_ranges, choose_device, read_settings
@@ -161,7 +161,7 @@ def evaluate_run(folder, cfg, windows):
     count = min(cfg.documents, windows.documents)
     stride = windows.documents // count * windows.per_document  # over the whole split, each document from its start
     total, losses = count * windows.block_size, []
-    progress = bar(total=total, desc=shorten(folder, 30), unit="token", unit_scale=True, leave=False)
+    progress = bar(total=total, desc=folder, unit="token", unit_scale=True, leave=False)
     with torch.inference_mode(), autocast, progress:
         for i in range(count):
             inputs, targets = windows.batch([i * stride])

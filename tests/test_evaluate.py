@@ -38,9 +38,7 @@ def test_the_band_is_the_standard_error_over_documents(monkeypatch):
     losses = [[9.0, 3.0, 2.0, 2.0]] * 5
     plots.plot_loss_by_position({str(n): ([1.0, 10.0, 100.0, 1000.0], losses, n) for n in (128, 256)}, "x.png")
     (axis,) = figures[0].axes
-    title = axis.get_title("left")
-    assert "means over 5 documents" in title and "the training context, 128 or 256 tokens" in title
-    assert len(axis.collections) == 2 and [line.get_xdata()[0] for line in axis.lines[2:]] == [128, 256]
+    assert len(axis.collections) == 2 and [line.get_xdata()[0] for line in axis.lines[1::2]] == [128, 256]
     assert axis.get_ylim()[1] < 5  # the first loss would squash the others
 
 
