@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from sympow.data.progress import NEXT_LINE, bar
-from sympow.runs.processes import print_to_terminal, warn
+from sympow.runs.processes import print_to_terminal
 
 
 class Display:
@@ -25,7 +25,6 @@ class Display:
 
     def __init__(self, cfg, step, device, shown):
         self.cfg, self.device, self.shown, self.first = cfg, device, shown, None
-        self.fastest = 0, 0.0  # (context, steps per second): contexts grow, and speeds are compared at one
         form = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps [{elapsed}{postfix}]"
         self.bar = bar(total=cfg.max_iters, initial=step, unit="step", bar_format=form) if shown else tqdm(disable=True)
 
@@ -40,7 +39,6 @@ class Display:
         """
         if not self.shown:
             return
-        self.warn_of_slow_steps(context, steps_per_second)
         speed = f"{numbers['tok_per_sec']:,.0f} tok/s"
         if numbers["mfu"]:
             speed += f", mfu {numbers['mfu']:.1%}"
@@ -52,13 +50,6 @@ class Display:
             self.bar.due = time.monotonic() + NEXT_LINE
             memory = f"{peak_memory(self.device) / 1e9:.1f} GB"
             print_to_terminal(f"step {step}: {loss}, {speed}, lr {numbers['lr']:.2e}, {memory}, {left}")
-
-    def warn_of_slow_steps(self, context, steps_per_second):
-        """Print a line, once, if a step takes over a second and ten times as long as the fastest at this context."""
-        self.fastest = max(self.fastest, (context, steps_per_second))
-        if steps_per_second < min(1, self.fastest[1] / 10):
-            warn("steps take ten times longer than before: does another program run? OMP_NUM_THREADS=1 may help a CPU")
-            self.fastest = float("inf"), 0.0  # none is slower
 
     def seconds_left(self, step, seconds, steps_per_second):
         """Return the seconds until the first limit, at the speed since the first logged step, which counts evaluations

@@ -54,14 +54,12 @@ def save_part(tensors, first_rows, path):
 
 
 def compare_shapes(shapes, expected):
-    """Return a text that names the first difference between two dicts {name: shape}, "" if they are equal."""
-    differences = [f"{name} is missing" for name in expected if name not in shapes]
-    differences += [f"{name} is unknown" for name in shapes if name not in expected]
-    for name, shape in expected.items():
-        if shapes.get(name, shape) != shape:
-            differences.append(f"{name} is {shapes[name]} instead of {shape}")
-    more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
-    return differences[0] + more if differences else ""
+    """Return a text that names a difference between two dicts {name: shape}, "" if they are equal."""
+    for name in {**expected, **shapes}:
+        shape, expected_shape = shapes.get(name, "missing"), expected.get(name, "unknown")
+        if shape != expected_shape:
+            return f"{name} is {shape}, not {expected_shape}"
+    return ""
 
 
 def shapes_of(config):

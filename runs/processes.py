@@ -216,37 +216,24 @@ class Watch:
         self.beats, self.last_beat = self.beats + 1, time.monotonic()
 
     def blame(self):
-        """Return a text that names the ranks that hold the others up, on every rank the same. Takes some intervals."""
+        """Return a text that names the ranks that hold the others up, on every rank the same. Takes 3 intervals.
+
+        They are those that no longer answer or, if all do, those that have made the least progress.
+        """
         try:
-            if self.store.add("blaming", 1) > 1:
-                limit = time.monotonic() + 4 * self.interval  # the rank that was first may end before it knows
-                while time.monotonic() < limit:
-                    if self.store.check(["blame"]):
-                        return self.store.get("blame").decode()
-                    self._report()  # or it would take this rank for silent
-                    time.sleep(self.interval / 4)
-            text = self._find_slow_ranks()
-            self.store.set("blame", text)
-            return text
+            old = self._read_reports()
+            for _ in range(6):
+                time.sleep(self.interval / 2)
+                self._report()  # or another rank would take this one for silent
+            new = self._read_reports()
+            silent = [rank for rank in new if new[rank]["reports"] == old[rank]["reports"]]
+            least = min(report["beats"] for report in new.values())
+            slow = silent or [rank for rank in new if new[rank]["beats"] == least]
+            names = ", ".join(f"rank {rank} on {new[rank]['host']}" for rank in slow)
+            text = f"{names} no longer answers" if silent else f"{names} is behind the others"
+            return self.store.compare_set("blame", "", text).decode()  # the text of the first rank that has one
         except Exception:  # the store lives on rank 0's host
             return f"rank 0 on {os.environ.get('MASTER_ADDR', 'its host')} is gone"
-
-    def _find_slow_ranks(self):
-        old = self._read_reports()
-        time.sleep(2.5 * self.interval)
-        new = self._read_reports()
-
-        def names(ranks):
-            return ", ".join(f"rank {r} on {new[r]['host']}" for r in ranks)
-
-        silent = [r for r in new if r != self.rank and new[r]["reports"] == old[r]["reports"]]
-        if silent:
-            return f"{names(silent)} no longer answers"
-        least = min(report["beats"] for report in new.values())
-        slow = [r for r in new if new[r]["beats"] == least]
-        if len(slow) == self.world:
-            return "every rank answers, and all have come equally far"
-        return f"{names(slow)} is behind the others"
 
     def _watch(self):
         while not self.closed.wait(self.interval):

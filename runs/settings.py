@@ -253,23 +253,11 @@ def accumulation_steps(cfg, settings, world):
             )
         cfg.tokens_per_step = tokens
     if cfg.tokens_per_step % (world * micro_step):
-        shape = f"{world} ranks x batch_size {cfg.batch_size} x block_size {cfg.block_size}"
-        sequences, rest = divmod(cfg.tokens_per_step, world * cfg.block_size)
-        if rest or cfg.gradient_accumulation_steps:  # with which tokens_per_step follows from batch_size
-            advice = nearest_multiples(cfg.tokens_per_step, world * micro_step)
-        else:
-            advice = f"batch_size={divide_sequences(sequences, cfg.batch_size)[0]}"
         raise ValueError(
-            f"tokens_per_step must be a multiple of {shape} = {world * micro_step}, got {cfg.tokens_per_step}: "
-            f"{advice} would do"
+            f"tokens_per_step must be a multiple of {world} ranks x batch_size {cfg.batch_size} x block_size "
+            f"{cfg.block_size} = {world * micro_step}, got {cfg.tokens_per_step}"
         )
     return cfg.tokens_per_step // (world * micro_step)
-
-
-def nearest_multiples(n, unit):
-    """Return the multiples of `unit` beside n, as words for a refusal: "96 or 128"; none is 0."""
-    below = n // unit * unit
-    return " or ".join(str(x) for x in (below, below + unit) if x)
 
 
 def divide_sequences(sequences, limit):

@@ -196,7 +196,6 @@ def test_slices_of_all_ranks_are_the_sequence_and_are_read_alone(dataset, balanc
     [
         ("--context_parallel=3", "number of ranks must be a multiple of context_parallel=3, got 2"),
         ("--block_size=30 --tokens_per_step=120", "a context must be a multiple of 2 x context_parallel = 4 tokens"),
-        ("--block_size=30 --tokens_per_step=120", "got 30: 28 or 32 would do"),
         ("--attention=heinsen", "attention=heinsen cannot be spread over context_parallel=2 ranks"),
         ("--attention=sympow,heinsen", "attention=heinsen cannot be spread over context_parallel=2 ranks"),
         ("--attention=own", "attention=own cannot be spread over context_parallel=2 ranks: its class does not set"),

@@ -127,7 +127,7 @@ def test_twenty_kills_at_random_moments_change_nothing(dataset, tmp_path):
 @pytest.mark.parametrize(
     "file,harm,message",
     [
-        ("model.safetensors", lambda path: os.truncate(path, os.path.getsize(path) // 2), "bytes instead of"),
+        ("model.safetensors", lambda path: os.truncate(path, os.path.getsize(path) // 2), "is not what was written"),
         ("model.safetensors", lambda path: flip(path, os.path.getsize(path) - 5), "is not what was written"),
         ("optimizer.safetensors", os.remove, "optimizer.safetensors is missing"),
         ("checksums.json", os.remove, "checksums.json is missing"),
@@ -156,11 +156,6 @@ def change_progress(**changes):
 def drop_tensor(path):
     """Remove a tensor from a file of weights."""
     save_file(dict(sorted(load_file(path).items())[1:]), path)
-
-
-def change_tensor(path, name, x):
-    """Put another tensor in the place of one in a file."""
-    save_file({**load_file(path), name: x}, path)
 
 
 def fit_checksums(folder):
@@ -193,13 +188,9 @@ def test_a_model_that_there_is_not_is_damage_before_it_is_made(cut, model, messa
     "file,harm,message",
     [
         ("progress.json", lambda path: write(path, "[1]"), "it holds no JSON object"),
-        ("progress.json", change_progress(step=-7), "no run comes to {'step': -7"),
-        ("progress.json", change_progress(step="5"), "no run comes to {'step': '5'"),
-        ("progress.json", change_progress(skipped=5), "'skipped': 5"),
-        ("progress.json", change_progress(skipped=[9, 0]), "'skipped': [9, 0]"),
-        ("progress.json", change_progress(stages=[[64]]), "'stages': [[64]]"),
-        ("progress.json", change_progress(best="low"), "'best': 'low'"),
-        ("progress.json", change_progress(seconds=-1.0), "'seconds': -1.0"),
+        ("progress.json", change_progress(step=-7), "it is no run's progress"),
+        ("progress.json", change_progress(step="5"), "it is no run's progress"),
+        ("progress.json", change_progress(skipped=5), "it is no run's progress"),
         ("model.safetensors", lambda path: write(path, ""), "model.safetensors is damaged: "),
         ("model.safetensors", lambda path: write(path, 7 * "\0" + "\x7f{}"), "model.safetensors is damaged: "),
         ("model.safetensors", lambda path: write(path, "\x02" + 7 * "\0" + "[]"), "model.safetensors is damaged: "),
@@ -207,12 +198,6 @@ def test_a_model_that_there_is_not_is_damage_before_it_is_made(cut, model, messa
         ("model.safetensors", drop_tensor, "transformer.h.0.attn.c_attn.weight is missing"),
         ("optimizer.safetensors", lambda path: write(path, ""), "optimizer.safetensors is damaged: "),
         ("optimizer.safetensors", lambda path: os.rename(path, path[:-11] + "pt"), "optimizer.safetensors is missing"),
-        ("optimizer.safetensors", lambda path: drop_tensor(path), "the moments of the optimizer have other names"),
-        (
-            "optimizer.safetensors",
-            lambda path: change_tensor(path, "0.exp_avg", torch.zeros(3, 3)),
-            "other names or shapes",
-        ),
     ],
 )
 def test_what_fits_its_checksum_but_cannot_be_used_is_damage_for_every_program(
@@ -247,7 +232,10 @@ def test_checkpoints_of_another_model_py_are_not_called_damaged(go, finished, ca
     monkeypatch.setattr(checkpoint, "shapes_of", lambda config: {**shapes(config), "q_norm.weight": [16]})
     assert go("--out_dir=out/a") == 2
     printed = capsys.readouterr().err
-    assert "its weights are not those of this model.py (q_norm.weight is missing); --init_from=out/a/ckpt" in printed
+    assert (
+        "its weights are not those of this model.py (q_norm.weight is missing, not [16]); --init_from=out/a/ckpt"
+        in printed
+    )
     assert "no checkpoint in out/a can be used" in printed and "damage" not in printed
 
 

@@ -201,8 +201,7 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
             ["--block_size=2048", "--tokens_per_step=8192"],
             "is longer than the documents of text (512 tokens): give --block_size=512 or less\n",
         ),
-        (["--tokens_per_step=300"], "1 ranks x batch_size 4 x block_size 32 = 128, got 300: 256 or 384 would do"),
-        (["--tokens_per_step=320"], "1 ranks x batch_size 4 x block_size 32 = 128, got 320: batch_size=2 would do"),
+        (["--tokens_per_step=300"], "1 ranks x batch_size 4 x block_size 32 = 128, got 300"),
         (["--gradient_accumulation_steps=3"], "= 384, but tokens_per_step is 256: give one of them"),
         (["--dataset=nowhere"], "no dataset 'nowhere'"),
         (["--batch_size=0"], "batch_size must be at least 1, got 0"),
@@ -489,17 +488,6 @@ def test_the_bar_moves_at_every_step_and_shows_what_was_logged_last(monkeypatch)
     assert [numbers in frame for frame in frames[2:5]] == [False, True, True]
     assert [frame for frame in frames if len(frame.rstrip("\n")) > 80] == []
     assert display.Display(cfg, 10, torch.device("cpu"), shown=False).bar.disable
-
-
-def test_steps_that_take_ten_times_longer_are_said_to_do_so_once(capsys):
-    shown = display.Display(train.TrainConfig(), 0, None, shown=True)
-    steps = (32, 9.0), (32, 1.0), (64, 0.5), (64, 0.06), (64, 0.04), (64, 0.01)  # context, steps per second
-    for step in steps[:4]:
-        shown.warn_of_slow_steps(*step)
-    assert not capsys.readouterr().err
-    for step in steps[4:]:
-        shown.warn_of_slow_steps(*step)
-    assert "ten times longer" in refusal(capsys)
 
 
 def test_without_a_terminal_a_line_has_loss_speed_rate_memory_and_the_time_left(go, capsys):

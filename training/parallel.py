@@ -36,7 +36,6 @@ from sympow.attention.positions import check_length
 from sympow.attention.variant import splits_context
 from sympow.runs.parts import own_rows
 from sympow.runs.program import refuse
-from sympow.runs.settings import nearest_multiples
 
 
 class Layout:
@@ -209,7 +208,7 @@ def check_context(cfg, model_cfg, contexts):
         if context % (2 * size):
             raise ValueError(
                 f"a context must be a multiple of 2 x context_parallel = {2 * size} tokens, so that each rank can hold "
-                f"an early and a late piece, got {context}: {nearest_multiples(context, 2 * size)} would do"
+                f"an early and a late piece, got {context}"
             )
 
 
