@@ -1,48 +1,40 @@
-"""Prepare what Hugging Face's `datasets` can read as a stream: the part that the hf and openwebtext scripts share.
+"""Prepare what Hugging Face's `datasets` can read as a stream: the part of data/hf/prepare.py that reads.
 
     prepare_documents(["HuggingFaceFW/fineweb-edu"], args)         # args as `add_options` and data.command.Parser give
 
 A document's number is its place in its split. Each shard is made of documents that follow each other, so it depends on
-their numbers alone. Nothing is downloaded but what is read. A run that was killed goes on at the shard that it was
-writing; a dataset that grows reads the documents that it has had again, but does not tokenize them again.
+their numbers alone. A stream is read once, from its start: after a kill, and for a dataset that grows, the documents of
+shards that are there are read again, but not tokenized again. Nothing is downloaded but what is read.
 """
 
 import glob
-import json
 import logging
 import os
 import re
 import sys
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 from . import DataError, describe_error, need
 from .corpus import cut_rows
-from .files import write_atomically
-from .huggingface import one_line
 from .meta import hash_json
-from .shards import UNFINISHED, Unit, begun_arguments, is_complete, write_dataset
+from .shards import Unit, begun_arguments, is_complete, write_dataset
 from .split import join_documents
 from .tokenizer import named_tokenizer
 
 DOCUMENTS = 8192  # per shard: about 40 MB of text from the web
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}  # of `datasets`, by suffix
-DEEPEST = 900  # lists and objects of JSON in each other, fewer than any parser takes
 ROWS = 1000  # of parquet in memory; `datasets` would take as many as the first group has, which may be none
-COLUMN_OPTIONS = {"parquet": "columns", "csv": "usecols"}  # by kind of files, which columns are read
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 OPTIONS = "document_length val_fraction documents split val_split config column shard_documents revision".split()
 
 
 class Source(NamedTuple):
-    """Names what is read. options: arguments of datasets.load_dataset; files: a hash over local files, or None; kind:
-    of local files, as in BUILDERS."""
+    """Names what is read. options: arguments of datasets.load_dataset; files: a hash over local files, or None."""
 
     name: str
     options: dict
     files: str | None
-    kind: str = ""
 
 
 def add_options(parser):
@@ -70,7 +62,7 @@ def prepare_documents(paths, args):
         raise DataError(f"--shard_documents must be at least 1, got {args.shard_documents}")
     if args.tokenizer.startswith("bpe:"):
         raise DataError("--tokenizer must be bytes, gpt2 or PATH/tokenizer.json: bpe:SIZE needs data/text/prepare.py")
-    source, tokenizer = find_source(paths, args.column), named_tokenizer(args.tokenizer)
+    source, tokenizer = find_source(paths), named_tokenizer(args.tokenizer)
     if source.files is None:
         args.revision = args.revision or _revision(source, args.out)
     arguments = {
@@ -83,69 +75,31 @@ def prepare_documents(paths, args):
         return
     every = None if args.val_split else round(1 / args.val_fraction)
     key = [source.name, source.files, args.split, args.val_split, args.config, args.column, args.revision, every]
-    journal = os.path.join(args.out, UNFINISHED, "journal.jsonl")
-    train = val = Documents(source, args.split, args, every, journal, key)
-    try:
-        if args.val_split:
-            val = Documents(source, args.val_split, args)
-        units = plan(train, val, key, tokenizer, args)
-        write_dataset(args.out, units, tokenizer, args.document_length, arguments, source.name, args.command)
-    finally:
-        train.close()
-        val.close()
+    train = Documents(source, args.split, args, every, args.documents)
+    val = Documents(source, args.val_split, args) if args.val_split else train
+    units = plan(train, val, key, tokenizer, args)
+    write_dataset(args.out, units, tokenizer, args.document_length, arguments, source.name, args.command)
 
 
-def find_source(paths, column):
-    """Return the Source that paths stand for: one folder, files of one kind, or the name of a dataset on the hub.
-
-    column: the one to read as text. Raises DataError if it is text in some parquet files and not in others.
-    """
+def find_source(paths):
+    """Return the Source that paths stand for: one folder, files of one kind, or the name of a dataset on the hub."""
     first = paths[0]
     on_hub = HUB_NAME.fullmatch(first) and _suffix(first) not in BUILDERS and not os.path.lexists(first)
     if len(paths) == 1 and on_hub:
         return Source(first, {"path": first}, None)
-    for path in paths:
-        if not os.path.exists(path):
-            raise DataError(f"{path} does not exist")
-    paths = [os.path.abspath(path) for path in paths]
+    paths = files = [os.path.abspath(path) for path in paths]
+    options = {"path": BUILDERS.get(_suffix(first)), "data_files": paths}
     if len(paths) == 1 and os.path.isdir(first):  # `datasets` finds splits and configurations in it
         files = glob.glob(os.path.join(glob.escape(paths[0]), "**"), recursive=True)
         files = sorted(file for file in files if _suffix(file) in BUILDERS)
         options = {"path": paths[0]}
-    else:
-        files, options = paths, {"path": BUILDERS.get(_suffix(first)), "data_files": paths}
     kinds = {BUILDERS.get(_suffix(file)) for file in files}
-    if len(kinds) != 1 or None in kinds:
+    if len(kinds) != 1 or None in kinds or not all(map(os.path.exists, files)):
         raise DataError(f"{', '.join(paths)}: give files of one kind ({', '.join(BUILDERS)}), or one folder of them")
     if kinds == {"parquet"}:
         options["batch_size"] = ROWS
-        types = {file: _parquet_type(file, column) for file in files}
-        numbers = [f"{file}: {name}" for file, name in types.items() if "string" not in name]
-        if 0 < len(numbers) < len(files):  # `datasets` would write numbers as text
-            raise DataError(f'column "{column}" is text in some files and not in others: {numbers[0]}')
-    if kinds == {"json"}:
-        for file in files:
-            _check_depth(file)
-    if kinds == {"csv"}:  # cells of "NA" and "null" are text, and 007 is no number
-        options |= {"converters": {column: str}, "keep_default_na": False}
     identity = [[file, (status := os.stat(file)).st_size, status.st_mtime_ns] for file in files]
-    return Source(", ".join(paths), options, hash_json(identity), *kinds)
-
-
-def _parquet_type(file, column):
-    """Return the name of the type of a column in a parquet file."""
-    with one_line(file, "cannot be read"):
-        schema = need("pyarrow.parquet").read_schema(file)
-        return str(schema.field(column).type) if column in schema.names else "missing"
-
-
-def _check_depth(file):
-    """Raise DataError if a line of JSON is nested so deeply that the parser of `datasets` would overflow the stack."""
-    with one_line(file, "cannot be read"), open(file, "rb") as f:
-        for line in f:
-            if line.count(b"[") + line.count(b"{") > DEEPEST:
-                with suppress(ValueError):  # which `datasets` reports
-                    json.loads(line)  # raises RecursionError
+    return Source(", ".join(paths), options, hash_json(identity))
 
 
 def _suffix(path):
@@ -179,159 +133,59 @@ def open_stream(source, split, config, revision):
         logger.set_verbosity(logging.CRITICAL)
     try:
         return datasets.load_dataset(**source.options, name=config, split=split, revision=revision, streaming=True)
-    except StopIteration:  # of an empty .jsonl
-        raise DataError(f"{source.name}: its split {split} has no documents") from None
     except Exception as error:
         raise _cannot_load(source, error) from error
 
 
 class Documents:
-    """The texts of a split, by number. They are read in order; to go back costs a start from the nearest known place.
+    """The texts of a split, which are read once and in order; those that are held out stay in memory.
 
-    The texts of documents that are held out, and how to go on after each shard, are kept in a journal beside the
-    unfinished shards, so that a run that was killed reads nothing twice but the shard that it was writing.
-    Attributes: end (the number of documents, None until the stream has ended).
+    Attribute: end (the number of documents, None until the stream has ended).
     """
 
-    def __init__(self, source, split, args, every=None, journal=None, key=None):
-        """every: one document in so many is held out; journal: its path; key: the journal counts for this one alone.
+    def __init__(self, source, split, args, every=None, required=0):
+        """every: one document in so many is held out; required: how many there must be, or 0.
 
-        Raises DataError if there is no first document with text in the column args.column, and in reading if there are
-        fewer than args.documents.
+        Reading raises DataError if there are fewer, or one has no text in the column args.column.
         """
-        self.source, self.column, self.every, self.required = source, args.column, every, every and args.documents
-        self.stream = open_stream(source, split, args.config, args.revision)
-        self._check_first(split)
-        if column_option := COLUMN_OPTIONS.get(source.kind):  # other columns may differ from file to file
-            source = source._replace(options=source.options | {column_option: [self.column]})
-            self.stream = open_stream(source, split, args.config, args.revision)
-        self.stream = self.stream.select_columns([self.column])
-        self.journal, self.key = journal, key
-        self.states = {0: self.stream.state_dict()}  # number of a document -> state of the stream before it
-        self.offsets = {}  # number of a held-out document -> where it is in the journal
-        self.position, self.rows, self.end = 0, iter(self.stream), None
-        self.opened, self.lines = False, []  # of the journal: the lines that are still to be written
-
-    def _check_first(self, split):
-        """Raise DataError that names the columns if args.column is missing or its first value is no text."""
-        rows = iter(self.stream)
-        first = self._next(rows)
-        rows.close()
-        if first is None:
-            raise DataError(f"{self.source.name}: its split {split} has no documents")
-        if self.column not in first:
-            raise DataError(f'{self.source.name} has no column "{self.column}", only {", ".join(first)}')
-        text = [name for name, value in first.items() if isinstance(value, str)]
-        if text and not isinstance(first[self.column], str | None):
-            raise DataError(
-                f'{self.source.name}: column "{self.column}" holds {str(first[self.column])[:40]!r} in the place of '
-                f"text; with text there is {', '.join(text)}"
-            )
+        self.source, self.column, self.every, self.required = source, args.column, every, required
+        self.rows = iter(open_stream(source, split, args.config, args.revision))
+        self.position, self.end, self.held_out = 0, None, []
 
     def training(self, first, last):
         """Return the texts of the documents first to last that are not held out, fewer if the split ends."""
-        self._seek(first)
-        texts = []
-        while self.position <= last and (text := self._take()) is not None:
-            if not self._is_held_out(self.position - 1):
-                texts.append(text)
-        self.lines.append({"position": self.position, "state": self.stream.state_dict()})
-        self._write_journal()
-        return texts
+        for _ in self._read(first):
+            pass  # the texts of a shard that is there
+        return list(self._read(last + 1))
 
-    def held_out(self, first, last):
+    def validation(self, first, last):
         """Return the texts of the held-out documents first to last, fewer if the split ends."""
-        self._read_journal()
-        texts = []
-        for number in range(first, last + 1, self.every):
-            if number not in self.offsets:
-                self._seek(number)
-                if self.position < number or self._take() is None:
-                    break
-                self._write_journal()
-            with open(self.journal, "rb") as f:
-                f.seek(self.offsets[number])
-                texts.append(json.loads(f.readline())["text"])
-        return texts
-
-    def close(self):
-        """End the reading of files, which the interpreter would complain about when it ends."""
-        self.rows.close()
-
-    def _is_held_out(self, number):
-        return self.every is not None and number % self.every == 0
-
-    def _seek(self, number):
-        """Go to a document, or to the end if there are fewer, from the nearest known place before it."""
-        self._read_journal()
-        start = max(position for position in self.states if position <= number)
-        if not start <= self.position <= number:
-            self.rows.close()
-            self.stream.load_state_dict(self.states[start])
-            self.position, self.rows = start, iter(self.stream)
-        while self.position < number and self._take() is not None:
+        for _ in self._read(last + 1):
             pass
+        return self.held_out[first // self.every : last // self.every + 1]
 
-    def _take(self):
-        """Return the text of the next document, or None at the end; note it if it is held out."""
-        number, row = self.position, self._next(self.rows)
-        if row is None:
-            if self.required and number < self.required:
-                raise DataError(f"--documents={self.required}: {self.source.name} has {number}")
-            self.end = number
-            return None
-        if not isinstance(text := row.get(self.column), str):
-            raise DataError(f"document {number} of the source has {str(text)[:40]!r} in the place of text")
-        self.position += 1
-        if self._is_held_out(number) and number not in self.offsets:
-            self.lines.append({"number": number, "text": text})
-        return text
-
-    def _next(self, rows):
-        """Return the next row, or None. Raises DataError for whatever goes wrong in reading, such as a lost network."""
-        try:
-            return next(rows, None)
-        except Exception as error:
-            raise _cannot_load(self.source, error) from error
-
-    def _read_journal(self):
-        """Take over the lines that the journal of an interrupted run has, but for a last one that was cut."""
-        if self.opened or not self.journal:
-            return
-        self.opened = True
-        head = json.dumps([self.key, need("datasets").__version__]).encode() + b"\n"
-        complete, content = head, b""
-        if os.path.exists(self.journal):
-            with open(self.journal, "rb") as f:
-                content = f.read()
-        if content.startswith(head):
-            for line in content[len(head) :].splitlines(keepends=True):
-                if line.endswith(b"\n"):
-                    self._note(json.loads(line), len(complete))
-                    complete += line
-        write_atomically(self.journal, complete)
-
-    def _note(self, line, offset):
-        """Remember a line that stands at this offset of the journal.
-
-        A state that equals an earlier one is not where the stream was: `datasets` 5.0.0 does not advance it after a
-        state has been loaded. Documents are counted from the state before it then.
-        """
-        if "state" not in line:
-            self.offsets[line["number"]] = offset
-        elif line["state"] not in self.states.values():
-            self.states[line["position"]] = line["state"]
-
-    def _write_journal(self):
-        """Append what was read since the last call to the journal, so that it is on disk before the shard."""
-        if self.journal:
-            with open(self.journal, "ab") as f:
-                for line in self.lines:
-                    self._note(line, f.tell())
-                    f.write(json.dumps(line).encode() + b"\n")
-                f.flush()
-                os.fsync(f.fileno())
-        self.lines = []
+    def _read(self, end):
+        """Yield the texts of the documents before number `end` that have not been read and are not held out."""
+        while self.position < end and self.end is None:
+            try:
+                row = next(self.rows, None)
+            except Exception as error:  # such as a lost network
+                raise _cannot_load(self.source, error) from error
+            if row is None:
+                if self.position < (self.required or 1):
+                    raise DataError(f"{self.source.name} has {self.position} documents, not {self.required or 1}")
+                self.end = self.position
+                return
+            if not isinstance(text := row.get(self.column), str):
+                raise DataError(
+                    f"document {self.position} of {self.source.name} has {str(text)[:40]!r} in the place of text in "
+                    f'the column "{self.column}"; its columns are {", ".join(row)}'
+                )
+            self.position += 1
+            if self.every and (self.position - 1) % self.every == 0:
+                self.held_out.append(text)
+            else:
+                yield text
 
 
 def plan(train, val, key, tokenizer, args):
@@ -357,7 +211,7 @@ def plan(train, val, key, tokenizer, args):
     else:
         held_out = -(-total // every)
         yield from units("train", train, train.training, lambda i: i + i // (every - 1) + 1, total - held_out)
-        yield from units("val", train, train.held_out, lambda i: i * every, held_out)
+        yield from units("val", train, train.validation, lambda i: i * every, held_out)
 
 
 def _rows(read, tokenizer, length):

@@ -83,7 +83,7 @@ def test_git_ignores_what_is_made_and_keeps_what_is_written(tmp_path):
     shutil.copy(ROOT / ".gitignore", tmp_path)
     made = """.venv/bin/python out/demo/metrics.jsonl out/demo/ckpt/model.safetensors wandb/run-1/log loss.png
         data/pystdlib/train.bin data/pystdlib/val_000.bin data/text/meta.json data/text/tokenizer.json
-        data/openwebtext/vocab.tiktoken data/longcrawl64/progress.json data/longcrawl64/train.zarr/0.0
+        data/fineweb/vocab.tiktoken data/longcrawl64/progress.json data/longcrawl64/train.zarr/0.0
         __pycache__/model.pyc attention/__pycache__/power.pyc data/__pycache__/loader.pyc
         data/pystdlib/__pycache__/prepare.pyc .pytest_cache/README.md x-1.0-py3-none-any.whl model.pt
         hf/demo/config.json""".split()

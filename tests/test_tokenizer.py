@@ -17,7 +17,7 @@ from sympow.data import DataError, corpus
 from sympow.data.dataset import Dataset
 from sympow.data.huggingface import HuggingFaceEncoding
 from sympow.data.mixture import open_dataset
-from sympow.data.split import whole_stream
+from sympow.data.split import Stream
 from sympow.data.tokenizer import (
     Tokenizer,
     gpt2_tokenizer,
@@ -389,8 +389,9 @@ def test_a_sample_of_a_large_text_is_evenly_spaced_and_bounded(tmp_path, monkeyp
     monkeypatch.setattr(corpus, "SAMPLE", 10_000)
     monkeypatch.setattr(corpus, "PIECE", 1000)
     (tmp_path / "a.txt").write_text("".join(f"line {i:05d}\n" for i in range(10_000)))
-    (files,) = corpus.find_files([tmp_path / "a.txt"], (".txt",))
-    text = "".join(corpus._sample(whole_stream(files, False, "text")))
+    files = corpus.find_files([tmp_path / "a.txt"], (".txt",))
+    stream = Stream(files, False, "text")
+    text = "".join(corpus._sample(stream, stream.total))
     assert 9000 < len(text) < 12_000 and sorted({line[:6] for line in text.splitlines()}) == [f"line {i}" for i in "0"]
     starts = [int(line[5:]) // 1000 for line in text.splitlines()]
     assert set(starts) == set(range(10))

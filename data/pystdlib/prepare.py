@@ -29,10 +29,10 @@ def main(argv):
     # Installed packages lie inside the folder of the standard library but do not belong to it.
     installed = () if args.root else ("site-packages", "dist-packages")
     root = args.root or sysconfig.get_path("stdlib")
-    sources = find_files([root], parse_suffixes(args.suffix), ("__pycache__", *installed))
+    files = find_files([root], parse_suffixes(args.suffix), ("__pycache__", *installed))
     # How this Python was built is no source. With some versions the demo's evaluations read nothing else.
-    sources = [[file for file in files if not file.name.startswith("_sysconfigdata")] for files in sources]
-    prepare_files(sources, "bytes", args, args.root or f"standard library of Python {platform.python_version()}")
+    files = [file for file in files if not file.name.startswith("_sysconfigdata")]
+    prepare_files(files, "bytes", args, args.root or f"standard library of Python {platform.python_version()}")
 
 
 if __name__ == "__main__":

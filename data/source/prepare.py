@@ -61,17 +61,17 @@ def main(argv):
     for root in args.root:
         if not os.path.isdir(root):
             raise DataError(f"--root={root} is not a folder")
-    sources = find_files(args.root, parse_suffixes(args.suffix))
+    files = find_files(args.root, parse_suffixes(args.suffix))
     arguments = {
         "document_length": args.document_length,
         "val_fraction": args.val_fraction,
-        "fingerprint": fingerprint(sources),
+        "fingerprint": fingerprint(files),
     }
     if args.tokenizer != "bytes":
         arguments["tokenizer"] = tokenizer.fingerprint() if tokenizer else args.tokenizer
     if is_complete(args.out, arguments, args.verify):
         return
-    projects, dropped = group_files(sources)
+    projects, dropped = group_files(files)
     token_size = 1 if args.tokenizer == "bytes" else BYTES_PER_TOKEN
     projects = order_projects(projects, args.val_fraction, token_size)
     projects, copies = drop_repeated(projects)
@@ -101,10 +101,10 @@ def main(argv):
     write_dataset(args.out, units, tokenizer, length, arguments, source, args.command, facts)
 
 
-def group_files(sources):
+def group_files(files):
     """Return ({project: its Files in the order of their paths}, Counter of the files that are left out)."""
     projects, dropped = {}, Counter()
-    for file in sorted(file for files in sources for file in files):
+    for file in sorted(files):
         top = file.name.partition("/")[0]
         if top.endswith(NO_PROJECTS):
             dropped["of no project"] += 1

@@ -6,9 +6,9 @@
     python data/text/prepare.py notes/ --out=data/mine --tokenizer=llama/tokenizer.json
 
 Documents are joined, with the end of text after each, and cut into rows of --document_length tokens (fewer if the
-source is small). Every path gives --val_fraction of its text to the validation split: of a folder the files with the
-highest hashes of their names, of .jsonl the lines with the highest hashes of their contents, of a single file its end.
-Files that are left out are counted in a line. A killed run is resumed by running the same command again.
+source is small). The files are ordered by a hash of their names, and the last --val_fraction of their text is the
+validation split: one file or line may be cut. Files with other suffixes are counted in a line. A killed run is resumed
+by running the same command again.
 
 Tokenizers: bytes; gpt2 (downloaded once); bpe:SIZE, a byte-level BPE of SIZE ids that is trained on the training split;
 or the tokenizer.json of a model, as Hugging Face's tokenizers writes it. The last two need `pip install tokenizers`.
@@ -30,8 +30,8 @@ def main(argv):
     parser.add_argument("--suffix", default=".txt,.md,.rst,.jsonl", help="which files of folders are taken")
     parser.add_argument("--key", default="text", help="where the text is in a line of .jsonl")
     args = parser.parse_args(argv)
-    sources = find_files(args.paths, parse_suffixes(args.suffix))
-    prepare_files(sources, args.tokenizer, args, ", ".join(args.paths), args.key)
+    files = find_files(args.paths, parse_suffixes(args.suffix))
+    prepare_files(files, args.tokenizer, args, ", ".join(args.paths), args.key)
 
 
 if __name__ == "__main__":
