@@ -97,7 +97,7 @@ class Dataset:
             with open(os.path.join(self.path, shard["file"]), "rb") as file:
                 content = os.pread(file.fileno(), count * size, start * size)
         except OSError as error:
-            raise self._damaged(shard, error) from error
+            raise self._damaged(shard) from error
         if len(content) < count * size:
             raise self._damaged(shard)
         tokens = np.frombuffer(content, dtype=self._dtype)
@@ -108,18 +108,10 @@ class Dataset:
             )
         return tokens
 
-    def _damaged(self, shard, error=None):
+    def _damaged(self, shard):
         """Return the DataError for a shard that is missing, has another size than it should have, or cannot be read."""
         path, size = os.path.join(self.path, shard["file"]), shard["tokens"] * self._dtype.itemsize
-        try:
-            problem = f"has {os.path.getsize(path)} bytes instead of {size}"
-        except FileNotFoundError:
-            return DataError(f"{path} is missing, it should have {size} bytes: run {self.meta['prepare']}")
-        except OSError as failure:
-            error = failure
-        if error is not None:
-            problem = f"cannot be read ({error.strerror or error})"
-        return DataError(f"{path} {problem}: run {self.meta['prepare']}")
+        return DataError(f"{path} is missing, or no file of {size} bytes: run {self.meta['prepare']}")
 
 
 def _find(name):
@@ -128,18 +120,14 @@ def _find(name):
     path = os.path.join(folder, name or "NAME")
     if os.sep in name or (os.path.exists(name) and not os.path.isdir(path)):
         path = os.path.abspath(name)
+    prepare = f"python data/text/prepare.py FILES --out={os.path.relpath(path)}"
     if os.path.exists(os.path.join(path, "prepare.py")):
         prepare = f"python data/{os.path.basename(path)}/prepare.py"
-    else:
-        files, out = "FILES", os.path.relpath(path)
-        if os.path.exists(path) and os.path.dirname(path) != folder:  # texts in the place of a dataset
-            files, out = out, os.path.join("data", os.path.splitext(os.path.basename(path))[0])
-        prepare = f"python data/text/prepare.py {files} --out={out}"
     if not os.path.isdir(path):
         if ":" in name and "," in name:
             raise DataError(f"{name} is a mixture of datasets, and one is needed here: give --dataset=NAME")
         folders = [d for d in sorted(os.listdir(folder)) if os.path.isdir(os.path.join(folder, d))]
-        prepared = [d for d in folders if os.path.exists(os.path.join(folder, d, "meta.json"))]
-        hint, names = did_you_mean(os.path.basename(path), folders), ", ".join(prepared) or "none"
-        raise DataError(f"no dataset {name!r}{hint or ':'} prepared datasets: {names}; your own text: {prepare}")
+        names = ", ".join(d for d in folders if os.path.exists(os.path.join(folder, d, "meta.json"))) or "none"
+        hint = did_you_mean(os.path.basename(path), folders) or ":"
+        raise DataError(f"no dataset {name!r}{hint} prepared datasets: {names}; your own text: {prepare}")
     return path, prepare

@@ -319,15 +319,11 @@ class Decoder:
         return text
 
 
-_ESCAPES = [
-    r'(?P<one>["\\/bfnrt])',
-    r"u(?P<high>[dD][89abAB][0-9a-fA-F]{2})\\u(?P<low>[dD][c-fC-F][0-9a-fA-F]{2})",
-    # an escape that the end of the text cuts
-    r"(?P<cut>(?:u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?|u[0-9a-fA-F]{0,3})?\Z)",
-    r"u(?P<four>[0-9a-fA-F]{4})",
-]
-_ESCAPE = re.compile(rf"\\(?:{'|'.join(_ESCAPES)})")
-_ONE = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_HIGH = r"\\u[dD][89abAB][0-9a-fA-F]{2}"  # the first half of a surrogate pair
+_ESCAPE = re.compile(
+    rf"(?P<cut>(?:{_HIGH})?(?:\\(?:u[0-9a-fA-F]{{0,3}})?)?\Z)"  # an escape that the end of the text cuts
+    rf'|{_HIGH}\\u[dD][c-fC-F][0-9a-fA-F]{{2}}|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{{4}}|\\["\\/bfnrt]'
+)
 
 
 def _unescape(text):
@@ -339,15 +335,8 @@ def _unescape(text):
 
     def replace(match):
         nonlocal cut
-        if match["one"]:
-            return _ONE[match["one"]]
-        if match["high"]:
-            return chr(0x10000 + ((int(match["high"], 16) & 0x3FF) << 10) + (int(match["low"], 16) & 0x3FF))
-        if match["four"]:
-            code = int(match["four"], 16)
-            return match[0] if 0xD800 <= code < 0xE000 else chr(code)
-        cut = match[0]
-        return ""
+        cut = match["cut"] or cut
+        return "" if match["cut"] is not None else json.loads(f'"{match[0]}"')
 
     return _ESCAPE.sub(replace, text), cut
 

@@ -18,7 +18,6 @@ from . import DataError, describe_error, need
 
 METADATA = (".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json")
 CHUNKS_AT_ONCE = 8  # chunks of 8 MB that Zarr.read fetches at the same time: enough to keep a network busy
-NETWORK_ERRORS = "ConnectionError TimeoutError Timeout TransportError ClientConnectionError ClientPayloadError".split()
 
 
 class Zarr:
@@ -29,10 +28,10 @@ class Zarr:
     """
 
     def __init__(self, url, length):
-        self.url = url
+        self.url, self.attempts = url, 10 if "://" in url else 1
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # zarr asks for several files; one error is enough
         try:
-            self.array = retrying(partial(_open_strictly, url), temporary=_is_busy)  # being offline shows at once
+            self.array = _open_strictly(url)
             count = self.array.nchunks  # 103,296 in LongCrawl64; the file of each is looked for
         except Exception as error:  # many kinds: not there, offline, no package for this kind of URL, ...
             reason = f"({describe_error(error)})"
@@ -62,7 +61,7 @@ class Zarr:
         fs, root = need("fsspec").core.url_to_fs(self.url)
         root = root.rstrip("/")
         try:
-            files = {path.removeprefix(root + "/") for path in retrying(partial(fs.find, root))}
+            files = {path.removeprefix(root + "/") for path in retrying(partial(fs.find, root), self.attempts)}
         except NotImplementedError:
             return []
         except Exception as error:  # of any store
@@ -82,14 +81,11 @@ class Zarr:
         constant."""
         name = f"{self.url}/{self.keys(row)[column]}"
         try:
-            block = retrying(lambda: self.array.get_block_selection((row, column)))
+            block = retrying(lambda: self.array.get_block_selection((row, column)), self.attempts)
         except DataError:
             raise
         except Exception as error:  # from a codec, the network or the disk
-            reason = f"({describe_error(error)})"
-            if _is_temporary(error) or _http_status(error) or getattr(error, "errno", None):
-                raise DataError(f"{name}: chunk cannot be read {reason}") from error
-            raise DataError(f"{name}: chunk cannot be decoded {reason}: damaged, get it again") from error
+            raise DataError(f"{name}: chunk cannot be read or decoded ({describe_error(error)})") from error
         if block.size > 1 and block.min() == block.max():
             raise DataError(f"{name}: chunk holds nothing but {block[0, 0]}, damaged: get it again")
         return block
@@ -116,36 +112,14 @@ def missing_message(keys):
     return f"{len(keys)} chunk files are missing ({shown}): complete the copy"
 
 
-def _is_busy(error):
-    """Return True if a server has answered that it cannot serve the request now (429, 5xx)."""
-    status = _http_status(error)
-    return isinstance(status, int) and (status == 429 or status >= 500)
-
-
-def _is_temporary(error):
-    """Return True if the server is busy or the network has failed, so that a request is worth another try.
-
-    HTTP clients have exceptions of their own, which are recognised by status and name, without importing the clients.
-    """
-    if isinstance(_http_status(error), int):
-        return _is_busy(error)
-    return any(kind.__name__ in NETWORK_ERRORS for kind in type(error).__mro__)
-
-
-def retrying(call, attempts=10, sleep=time.sleep, temporary=_is_temporary):
-    """Return call(); try again after 1, 2, 4, ... 60 s while it fails with an error that is temporary."""
+def retrying(call, attempts=10, sleep=time.sleep):
+    """Return call(); try again after 1, 2, 4, ... 60 s while it fails with another error than DataError."""
     for attempt in range(attempts):
         try:
             return call()
-        except Exception as error:
-            if attempt == attempts - 1 or not temporary(error):
+        except Exception as error:  # of the network, in the types of many clients, or damage, which does not pass
+            if attempt == attempts - 1 or isinstance(error, (DataError, NotImplementedError)):
                 raise
             seconds = min(60, 2**attempt)
             print(f"{type(error).__name__}, trying again in {seconds} s: {error}", file=sys.stderr)
             sleep(seconds)
-
-
-def _http_status(error):
-    """Return the status code in the error of an HTTP client, or None for other errors."""
-    response = getattr(error, "response", None)
-    return getattr(error, "status", None) or getattr(response, "status_code", None)

@@ -5,14 +5,13 @@ import importlib
 import itertools
 import json
 import os
-import re
 import sys
 import time
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, assert_same_batch_for_any_ranks, byte_encoding, damage, flip_bits, run, verify
+from helpers import ROOT, assert_same_batch_for_any_ranks, byte_encoding, flip_bits, run, verify
 
 from sympow.data import DataError, command, shards
 from sympow.data.corpus import find_files, plan_units
@@ -183,11 +182,11 @@ def test_damage_is_named_with_its_remedy(tmp_path, monkeypatch):
     message = "train_00001.bin: token id 65535 is not in the vocabulary of 257: delete this file"
     with pytest.raises(DataError, match=message):
         Windows(Dataset(tmp_path / "set"), "train", 12).batch([8])
-    for new, problem in ((content[:-2], "has 94 bytes instead of 96"), (None, "is missing, it should have 96 bytes")):
+    for new in (content[:-2], None):
         shard.unlink()
         if new:
             shard.write_bytes(new)
-        with pytest.raises(DataError, match=f"train_00001.bin {problem}: run python data/x/prepare.py"):
+        with pytest.raises(DataError, match="train_00001.bin is missing, or no file of 96 bytes: run python data/x/"):
             Dataset(tmp_path / "set")
     (tmp_path / "pystdlib").mkdir()
     (tmp_path / "pystdlib" / "prepare.py").touch()
@@ -210,25 +209,8 @@ def test_a_dataset_that_is_not_there_is_refused_with_those_that_are_prepared(tmp
         Dataset(name)
 
 
-@pytest.mark.parametrize("name", ["notes", "notes/", "book.txt"])
-def test_texts_in_the_place_of_a_dataset_are_refused_with_the_command_that_prepares_them(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "book.txt").touch()
-    command = f"python data/text/prepare.py {name.strip('/')} --out=data/{name.strip('/').removesuffix('.txt')}"
-    with pytest.raises(DataError, match=f"{re.escape(command)}$"):
-        Dataset(name)
-
-
-@pytest.mark.parametrize(
-    "size, problem",
-    [
-        (24, "has 24 bytes instead of 96"),
-        (0, "has 0 bytes instead of 96"),
-        (None, "is missing, it should have 96 bytes"),
-    ],
-)
-def test_a_shard_that_changes_while_it_is_in_use_is_refused_by_name(tmp_path, size, problem):
+@pytest.mark.parametrize("size", [24, 0, None])
+def test_a_shard_that_changes_while_it_is_in_use_is_refused_by_name(tmp_path, size):
     write(tmp_path)
     windows, shard = Windows(Dataset(tmp_path), "train", 12), tmp_path / "train_00001.bin"
     windows.batch([5, 8])
@@ -236,7 +218,7 @@ def test_a_shard_that_changes_while_it_is_in_use_is_refused_by_name(tmp_path, si
         shard.unlink()
     else:
         os.truncate(shard, size)
-    with pytest.raises(DataError, match=f"{shard} {problem}: run python data/x/prepare.py"):
+    with pytest.raises(DataError, match=f"{shard} is missing, or no file of 96 bytes: run python data/x/prepare.py"):
         windows.batch([5, 8])
 
 
@@ -249,7 +231,7 @@ def test_a_shard_that_cannot_be_read_is_refused_by_name(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pread", failing)
-        with pytest.raises(DataError, match=rf"train_00000.bin cannot be read \({os.strerror(errno.EIO)}\)"):
+        with pytest.raises(DataError, match="train_00000.bin is missing, or no file of"):
             windows.batch([0])
     windows.batch([0])  # a disk that comes back
 
@@ -294,22 +276,8 @@ def test_a_name_in_meta_json_does_not_leave_the_folder(tmp_path):
     for name in ("../train_00000.bin", "/etc/passwd", "x" * 300):
         meta["splits"]["train"]["shards"][0]["file"] = name
         write_meta(tmp_path / "meta.json", meta)
-        with pytest.raises(DataError, match=rf"meta.json is damaged \(a shard is named '{name[:80]}"):
+        with pytest.raises(DataError, match="meta.json is damaged .a shard has another folder"):
             Dataset(tmp_path)
-
-
-def test_a_wrong_value_in_meta_json_is_one_line(tmp_path):
-    """Of a wrong type, out of range or against the others, below a right sha256: no traceback, and nothing is taken."""
-    write(tmp_path)
-    meta, texts = read_meta(tmp_path / "meta.json"), {"name", "source", "prepare", "sha256", "units"}
-    meta = {key: value for key, value in meta.items() if key != "version"} | {"arguments": {"protocol": "fox"}}
-    for path, wrong, damaged in damage(meta):
-        if wrong == "x" and texts & {path[0], path[-1]} or wrong in ({}, None, ...) and path[0] == "arguments":
-            continue  # any text will do there, and any arguments
-        write_meta(tmp_path / "meta.json", damaged)
-        with pytest.raises(DataError, match=r"^\S+meta.json is damaged \(.*\): delete it and|json is of another"):
-            Dataset(tmp_path)
-            pytest.fail(f"{path}: {wrong}")
 
 
 def test_the_tokenizer_of_another_dataset_is_refused(tmp_path):

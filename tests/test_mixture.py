@@ -251,7 +251,7 @@ def test_a_bad_mixture_is_one_line_and_leaves_no_folder(go, sets, capsys):
 
 
 def test_compare_takes_the_loss_of_one_dataset(unbroken, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "plot_loss_curves", lambda runs, png, comparable: None)
+    monkeypatch.setattr(compare, "plot_loss_curves", lambda runs, png: None)
     monkeypatch.setattr(compare, "choose_picture", lambda png: png)
     compare.main([str(unbroken), "--metric=val_loss/c", f"--png={tmp_path}/x.png"])
     out = capsys.readouterr().out
