@@ -3,119 +3,56 @@
     make doctor                   # or: python doctor.py
     python -m sympow.doctor       # where the package is installed
 
-Prints one line each for Python, torch, Triton, the GPUs, the C compiler and the packages, then a verdict. On a GPU,
-every kernel is compared with float64, output and gradients; that takes up to three minutes, most of them to compile.
-The exit status is 0 if all is well (a machine without a GPU is well), 1 if something is wrong.
-
-`examine` looks at the machine. `describe` and `judge` are pure functions of the Machine that it returns, so that tests
-can ask about machines on which they do not run.
+Prints what torch.utils.collect_env finds, then a verdict. On a GPU, every kernel is compared with float64, output and
+gradients; that takes up to three minutes, most of them to compile. The exit status is 0 if all is well (a machine
+without a GPU is well), 1 if something is wrong.
 """
 
-from __future__ import annotations  # so that an older Python gets to the line that says it is too old
-
 import argparse
-import importlib.metadata
 import importlib.util
 import os
-import platform
 import re
-import shutil
-import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass, field
 from pathlib import Path
 
 PYTHON = (3, 11)  # the oldest that works
 TORCH = "torch>=2.11,<2.14"  # as in requirements.txt
 REQUIRED = ["numpy", "safetensors", "tqdm"]  # the programs need these, and parts of them the rest of requirements.txt
-REQUIREMENTS = Path(__file__).with_name("requirements.txt")  # is missing where the package is installed
-OLDEST_DRIVER = {12: 525, 13: 580}  # for each major version of CUDA
-WHEELS = "https://download.pytorch.org/whl"
 PIP = f"{sys.executable} -m pip install"
+INSTALL_TORCH = f'run {PIP} --force-reinstall "{TORCH}"'
 
 
-@dataclass
-class Machine:
-    """Holds what `examine` sees. The defaults describe a machine without a GPU on which all is well."""
+def find_problems(environment):
+    """Return one line for each thing that is wrong: what it is, and how to fix it.
 
-    python: tuple = PYTHON
-    torch: str | None = "2.13.0"  # version; None if it cannot be imported
-    torch_error: str = ""  # why it cannot be imported, or why it cannot start CUDA
-    cuda_build: str | None = None  # version of CUDA that torch was built for; None for a CPU build
-    torch_gpus: list[str] = field(default_factory=list)
-    driver: str | None = None  # version of NVIDIA's driver
-    gpus: list[str] = field(default_factory=list)  # that nvidia-smi lists
-    triton: str | None = "3.7.0"
-    compiler: str | None = "cc"
-    has_python_h: bool = True
-    packages: dict[str, str | None] = field(default_factory=dict)  # {name: version or None}
-    trials: dict[str, str] = field(default_factory=dict)  # {what was tried on the GPU: what is wrong, or ""}
-
-
-def examine():
-    """Look at this machine, compare the kernels with float64 if it has a GPU, and return the Machine."""
-    machine = Machine(
-        python=sys.version_info[:2],
-        triton=find_version("triton"),
-        compiler=shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang"),
-        has_python_h=Path(sysconfig.get_paths()["include"], "Python.h").exists(),
-        packages={name: find_version(name) for name in list_packages()},
-    )
-    examine_driver(machine)
-    examine_torch(machine)
-    if machine.torch_gpus and not find_problems(machine):
-        print("comparing the kernels with float64 (up to three minutes, to compile them) ...", file=sys.stderr)
-        machine.trials = try_kernels()
-    return machine
+    environment: a SystemEnv of torch.utils.collect_env.
+    """
+    problems = []
+    if not (2, 11) <= tuple(map(int, re.findall(r"\d+", environment.torch_version))) < (2, 14):
+        problems.append(f"torch {environment.torch_version} is not the version needed: {INSTALL_TORCH}")
+    if missing := [name for name in REQUIRED if not importlib.util.find_spec(name)]:
+        problems.append(f"required packages are missing: run {PIP} {' '.join(missing)}")
+    on_gpu = sees_gpu(environment)
+    if environment.nvidia_gpu_models and not on_gpu:
+        problems.append(
+            f"nvidia-smi sees a GPU, but torch {environment.torch_version}, built for CUDA "
+            f"{environment.cuda_compiled_version}, cannot use it with driver {environment.nvidia_driver_version} (CUDA "
+            "13 needs 580, CUDA 12 525): check CUDA_VISIBLE_DEVICES, update the driver, or "
+            f"{INSTALL_TORCH} --index-url https://download.pytorch.org/whl/cu126"
+        )
+    if on_gpu and not importlib.util.find_spec("triton"):
+        problems.append(f"Triton is missing, without which the kernels cannot run: {INSTALL_TORCH}")
+    if not (environment.gcc_version or environment.clang_version or os.environ.get("CC")):
+        problems.append("no C compiler, which torch.compile needs: run apt install gcc g++, or conda install gxx")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        problems.append("no Python.h, which torch.compile needs: run apt install python3-dev, or take conda's Python")
+    return problems
 
 
-def find_version(package):
-    """Return the version of an installed package, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def list_packages():
-    """Return the names of the packages in requirements.txt, besides torch and Triton; none if there is no such file."""
-    lines = REQUIREMENTS.read_text().splitlines() if REQUIREMENTS.exists() else []
-    names = [re.match(r"[\w-]+", line)[0] for line in lines]
-    return [name for name in names if name not in ("torch", "triton")]
-
-
-def examine_driver(machine):
-    """Fill in the version of NVIDIA's driver and the GPUs that nvidia-smi lists."""
-    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        listing = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):  # there is no driver, or no GPU
-        return
-    for line in listing.splitlines():
-        gpu, _, machine.driver = line.rpartition(", ")
-        machine.gpus.append(gpu)
-
-
-def examine_torch(machine):
-    """Fill in the version of torch, its CUDA and the GPUs that it sees, or why it cannot be imported."""
-    try:
-        import torch
-    except Exception as error:  # a broken installation may raise anything, such as OSError for a missing library
-        machine.torch, machine.torch_error = None, last_line(error)
-        return
-    machine.torch, machine.cuda_build = torch.__version__, torch.version.cuda
-    try:
-        torch.cuda.init()
-    except Exception as error:  # a CPU build, no GPU, or a GPU that this torch cannot use
-        machine.torch_error = last_line(error)
-        return
-    machine.torch_gpus = [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
-
-
-def last_line(error):
-    """Return the last line of an exception's message, or its type if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[-1]
+def sees_gpu(environment):
+    """Return True if torch can use a GPU."""
+    return environment.is_cuda_available == "True"
 
 
 def try_kernels():
@@ -164,87 +101,30 @@ def try_generation():
     return trials
 
 
-def describe(machine):
-    """Return a (label, value) pair for each line of the report."""
-    build = f"CUDA {machine.cuda_build} build" if machine.cuda_build else "no CUDA build"
-    return [
-        ("Python", f"{platform.python_version()} ({sys.executable})"),
-        ("platform", platform.platform()),
-        ("torch", f"{machine.torch} ({build})" if machine.torch else f"missing ({machine.torch_error})"),
-        ("Triton", machine.triton or "missing"),
-        ("NVIDIA driver", machine.driver or "none"),
-        *((f"GPU {i}, nvidia-smi", gpu) for i, gpu in enumerate(machine.gpus)),
-        *((f"GPU {i}, torch", gpu) for i, gpu in enumerate(machine.torch_gpus)),
-        ("C compiler", machine.compiler or "missing"),
-        ("Python.h", "installed" if machine.has_python_h else "missing"),
-        *(
-            (name, version or "missing: run pip install -r requirements.txt")
-            for name, version in machine.packages.items()
-        ),
+def last_line(error):
+    """Return the last line of an exception's message, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
+
+
+def examine():
+    """Print what torch.utils.collect_env finds; return (problems, lines about what was tried)."""
+    if sys.version_info < PYTHON:
+        return ["Python is too old: install Python 3.11 or later, remove .venv and run make env"], []
+    try:
+        from torch.utils import collect_env
+    except Exception as error:  # a broken installation may raise anything, such as OSError for a missing library
+        return [f"torch cannot be imported ({last_line(error)}): {INSTALL_TORCH}"], []
+    environment = collect_env.get_env_info()
+    print(collect_env.pretty_str(environment))
+    problems = find_problems(environment)
+    if problems or not sees_gpu(environment):
+        return problems, ["no GPU: everything runs in plain PyTorch, slower"]
+    print("comparing the kernels with float64 (up to three minutes, to compile them) ...", file=sys.stderr)
+    trials = try_kernels()
+    problems = [
+        f"{name}: {error}; PyTorch takes the place of these kernels, slower" for name, error in trials.items() if error
     ]
-
-
-def find_problems(machine):
-    """Return one line for each thing that is wrong: what it is, and how to fix it."""
-    problems = []
-    if machine.python < PYTHON:
-        problems.append("Python is too old: install Python 3.11 or later, remove .venv and run make env")
-    if machine.torch is None:
-        problems.append(f'torch cannot be imported ({machine.torch_error}): run {PIP} --force-reinstall "{TORCH}"')
-    elif not (2, 11) <= release(machine.torch) < (2, 14):
-        problems.append(f'torch {machine.torch} is not the version needed: run {PIP} "{TORCH}"')
-    missing = [name for name in REQUIRED if name in machine.packages and not machine.packages[name]]
-    if missing:
-        problems.append(f"required packages are missing: run {PIP} {' '.join(missing)}")
-    if machine.torch and machine.gpus and not machine.torch_gpus:
-        problems.append(explain_unseen_gpu(machine))
-    if machine.torch_gpus and machine.triton is None:
-        problems.append(
-            f'Triton is missing, without which the kernels cannot run: run {PIP} --force-reinstall "{TORCH}"'
-        )
-    if machine.compiler is None:
-        problems.append("no C compiler, which torch.compile needs: run apt install gcc g++, or conda install gxx")
-    if not machine.has_python_h:
-        problems.append("no Python.h, which torch.compile needs: run apt install python3-dev, or take conda's Python")
-    for name, error in machine.trials.items():
-        if error:
-            problems.append(f"{name}: {error}; PyTorch takes the place of these kernels, slower")
-    return problems
-
-
-def release(version):
-    """Return the numbers of a version as a tuple, to be compared."""
-    return tuple(map(int, re.findall(r"\d+", version)))
-
-
-def explain_unseen_gpu(machine):
-    """Return the line about a GPU that nvidia-smi sees and torch does not."""
-    driver = release(machine.driver)
-    index = "cu130" if driver >= (OLDEST_DRIVER[13],) else "cu126"
-    fix = f'run {PIP} --force-reinstall "{TORCH}" --index-url {WHEELS}/{index}'
-    if machine.cuda_build is None:
-        return f"nvidia-smi sees a GPU but this torch is a CPU build: {fix}"
-    oldest = OLDEST_DRIVER.get(release(machine.cuda_build)[0], 0)
-    if driver and driver < (oldest,):
-        return (
-            f"driver {machine.driver} is too old for torch's CUDA {machine.cuda_build}, which needs {oldest} or later: "
-            f"update the driver, or {fix}"
-        )
-    return (
-        f"nvidia-smi sees a GPU but torch cannot use it ({machine.torch_error}): check CUDA_VISIBLE_DEVICES, restart "
-        f"the machine, or {fix}"
-    )
-
-
-def judge(machine):
-    """Return (lines, exit status): all problems and 1, or what was tried and 0."""
-    problems = find_problems(machine)
-    if problems:
-        return [f"WRONG: {line}" for line in problems], 1
-    lines = [f"ok: {name}" for name in machine.trials]
-    if not machine.torch_gpus:
-        lines.append("no GPU: everything runs in plain PyTorch, slower")
-    return [*lines, "all well"], 0
+    return problems, [f"ok: {name}" for name in trials]
 
 
 def main():
@@ -253,16 +133,14 @@ def main():
     args, unknown = parser.parse_known_args()
     if unknown:
         parser.exit(2, f"doctor.py: unrecognized arguments: {' '.join(unknown)}\n")
-    machine = examine()
-    for label, value in describe(machine):
-        print(f"{label:<18} {value}")
-    lines, status = judge(machine)
+    problems, lines = examine()
+    lines = [f"WRONG: {line}" for line in problems] or [*lines, "all well"]
     print("\nverdict", *lines, sep="\n  ")
-    if args.write_checked and status == 0:
+    if args.write_checked and not problems:
         from sympow.attention.operator.check import write_packaged
 
         write_packaged()
-    return status
+    return bool(problems)
 
 
 if __name__ == "__main__":

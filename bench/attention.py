@@ -2,7 +2,7 @@
 
     python -m bench.attention                            # the table, at 65,536 tokens a call
     python -m bench.attention --T 16384 --only cudnn p4_gated --json out/attention.json
-    python -m bench.attention --cold_start --only p4_gated chunked_p2    # a process's first call, and the next length
+    python -m bench.attention --fit_cost                 # fit the numbers of kernels/cost.py: two minutes
 
 For each T all contenders are warmed up. They then take turns for ROUNDS rounds, so that a clock rate that drifts
 changes all of them alike. A turn is CALLS forward calls between two CUDA events, then as many of forward and backward
@@ -27,16 +27,11 @@ forward and backward, beyond inputs, output and gradients, in bytes per token an
 compute all pairs have no FLOP/s.
 """
 
-import os
-import tempfile
-import time
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
-from pathlib import Path
 from statistics import median
 from typing import Callable, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -77,7 +72,6 @@ LOG = ("heinsen_log", "heinsen_signed", "logcumsumexp")
 NAMES = [*BACKENDS, *POWERS, *CHUNKED, *WINDOWS, *LOG]
 DEFAULT = ("cudnn", "flash", "flex_p4", "flex_p4_gated", "p4", "p2_gated", "p4_gated", "chunked_p2")
 LONGEST_FLEX = 16384  # tokens, unless --only names FlexAttention, which compiles for long
-COLD_T, NEW_T = 4096, 1001  # an odd length, so that code specialised for the earlier lengths would be compiled again
 COLUMNS = {  # key of a row -> (title, place, format)
     "T": ("T", ">7", "d"),
     "contender": ("contender", "<14", "s"),
@@ -269,35 +263,36 @@ def bench(args):
     finish(args, rows, ceiling_tflops=ceiling, tokens=args.tokens, heads=HEADS, head_dim=HEAD_DIM)
 
 
-# ---- the first call
+# ---- the cost model
 
 
-def first_calls(name, lengths):
-    """Return [(seconds of the first forward and backward, new entries in Triton's cache)] for each T of `lengths`."""
-    cache = Path(os.environ["TRITON_CACHE_DIR"])
-    results = []
-    for T in lengths:
-        contender = build(name, *make_inputs(16, T, HEAD_DIMS.get(name, HEAD_DIM)))
-        torch.cuda.synchronize()
-        entries = len(list(cache.glob("*")))
-        start = time.perf_counter()
-        contender.forward_backward()
-        torch.cuda.synchronize()
-        results.append((time.perf_counter() - start, len(list(cache.glob("*"))) - entries))
-    return results
+def fit_cost(D, p):
+    """Measure both forms of power attention at one size, fit the numbers of kernels/cost.py, and print them beside the
+    measured nanoseconds a token and head, with gates."""
+    from sympow.kernels import cost
 
+    T, lengths = (32768, [512, 1024, 2048, 4096, 8192, 16384]) if p == 2 else (65536, [])
+    sizes = [C for C in (cost.best_size(D, p) * f // 4 for f in (1, 2, 4, 8, 16)) if C in cost.SIZES]
 
-def cold_start(name):
-    """Print how long first calls take with an empty and with a filled cache, and the first call of another length."""
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache
-        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:  # a new process for each call
-            [(cold, compiled)] = pool.submit(first_calls, name, [COLD_T]).result()
-            (warm, _), (new, recompiled) = pool.submit(first_calls, name, [COLD_T, NEW_T]).result()
-    print(f"first forward and backward of a process, {name}, 16 sequences, imports not counted:")
-    print(f"  empty Triton cache, T={COLD_T}    {cold:8.3f} s   {compiled} new entries in the cache")
-    print(f"  filled cache,       T={COLD_T}    {warm:8.3f} s")
-    print(f"  then                T={NEW_T}    {new:8.3f} s   {recompiled} new entries in the cache", flush=True)
+    def nanoseconds(T, **options):
+        qkv, log_g, dy = make_inputs(max(1, 65536 // T), T, D)
+        contender = Contender(partial(power_attention, p=p, **options), [*qkv, log_g], dy, None)
+        times = [milliseconds(contender.forward_backward, calls=CALLS) for _ in range(ROUNDS)]
+        return median(times) * 1e6 / log_g.numel()
+
+    def fit(x, y):
+        b, a = np.polyfit(x, y, deg=1, w=1 / np.array(y))  # a + b x, with the least squared relative error
+        return max(0.0, a), max(0.0, b)
+
+    if lengths:
+        quadratic = [nanoseconds(T, form="quadratic") for T in lengths]
+        cost.QUADRATIC[D] = a, b = fit(lengths, quadratic)
+        measured = [f"{T}: {t:.2f}" for T, t in zip(lengths, quadratic)]
+        print(f"QUADRATIC {D}: ({a:.2f}, {b:.5f})  measured", *measured, flush=True)
+    chunked = [nanoseconds(T, form="chunked", chunk_size=C) for C in sizes]
+    u, w = fit([1 / C for C in sizes], [max(0.05, t - cost.quadratic_ns(C, D)) for C, t in zip(sizes, chunked)])
+    measured = [f"{C}: {t:.2f}" for C, t in zip(sizes, chunked)]
+    print(f"CHUNKED {D}, {p}: ({u:.2f}, {w:.0f})  measured", *measured, flush=True)
 
 
 def main():
@@ -306,15 +301,12 @@ def main():
         T=([1024, 4096, 16384, 65536], "context lengths"),
         tokens=(65536, "in a call: the batch is tokens / T"),
     )
-    parser.add_argument("--cold_start", action="store_true", help="time their first calls instead (p4_gated)")
+    parser.add_argument("--fit_cost", action="store_true", help="fit the cost model of the choice of form instead")
     args = parser.parse_args()
-    names = args.only or ["p4_gated"]
-    if args.cold_start and (not_ours := [name for name in names if is_torch(name)]):
-        parser.error(f"--cold_start times our kernels, not {' '.join(not_ours)}")
     require_gpu(parser)
-    if args.cold_start:
-        for name in names:
-            cold_start(name)
+    if args.fit_cost:
+        for D, p in [(D, p) for p in (2, 4) for D in (16, 32, 64, 128) if p * D < 256]:
+            fit_cost(D, p)
     else:
         bench(args)
 

@@ -2,11 +2,13 @@
 
     python -m bench.sample                                      # batch 1 and 64, after 1,000 and 1,000,000 tokens
     python -m bench.sample --only sympow_gating --batch 1 8 64 256 --context 1000 --json out/sample.json
+    python -m bench.sample --plot docs/data/training_cost.json docs/data/generation_cost.json   # docs/data/cost.png
 
 Weights are random and in bfloat16, states in float32 or --state_dtype; tokens are sampled with sample.py's defaults. A
 line has the tokens a second of all samples together, the median and the 99th percentile of the milliseconds from one
 token to the next, the share of the GPU's bandwidth that one read of the weights and the state a token takes, and the
-allocated memory.
+allocated memory. --plot draws the time of a token over the context, in training and in generation of one text, from
+what bench.train and this program have written with --json.
 """
 
 import gc
@@ -28,11 +30,18 @@ from sympow.bench.timing import (
 )
 from sympow.bench.train import VARIANTS
 from sympow.data import describe_error
+from sympow.data.files import read_json
+from sympow.experiments.report import Panel, plot
 from sympow.generation.decoder import Decoder
 from sympow.generation.generate import PIECE, Sampler
 from sympow.model import GPT, GPTConfig
-from sympow.runs.program import run_program
+from sympow.runs.program import output_file, run_program
 
+LABELS = {  # of the picture
+    "softmax": "softmax",
+    "softmax_window": "softmax in a window of 2,048",
+    "sympow_gating": "power attention, p=2, gated",
+}
 SWITCH_OVER = 512  # tokens, fewer than any context that is measured, so that each has a state
 WARM_UP = 200
 BANDWIDTH = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.0e12}  # bytes per second of a plain copy
@@ -162,6 +171,23 @@ def measure(name, batch, context, args):
         return row | dict(failed=describe_error(error))
 
 
+def plot_costs(training, generation, png):
+    """Draw the time of a token over the context, from the rows of bench/train.py and of this program for one text."""
+    training = [row for row in training if "step_ms" in row]
+    points = [(row["attention"], row["context"], 1e6 / row["tokens_per_second"]) for row in training]
+    texts = [(row["name"], row["context"], row["p50"]) for row in generation if "p50" in row and row["batch"] == 1]
+    panels = []
+    for ylabel, points, title in (
+        ("microseconds a token", points, "In training softmax's time grows with the context (124M parameters)."),
+        ("milliseconds a token", texts, "In generation it grows with the text before (one text)."),
+    ):
+        lines = {label: sorted(point[1:] for point in points if point[0] == name) for name, label in LABELS.items()}
+        lines = {label: tuple(zip(*line)) for label, line in lines.items() if line}
+        panels.append(Panel("context, tokens", ylabel, lines, title, log_x=True, log_y=True))
+    plot(panels, png)
+    print(f"wrote {png}")
+
+
 def main():
     parser = make_parser("sample", __doc__, NAMES, [*NAMES[:2], "sympow_gating"])
     parser.add_numbers(
@@ -170,7 +196,11 @@ def main():
         tokens=(1000, "that are timed"),
     )
     parser.add_argument("--state_dtype", default="float32", choices=("float32", "bfloat16"), help="of our states")
+    parser.add_argument("--plot", nargs=2, metavar="FILE", help="of bench.train and of this program: only draw them")
+    parser.add_argument("--png", type=output_file, default="docs/data/cost.png", help="what --plot draws")
     args = parser.parse_args()
+    if args.plot:
+        return plot_costs(*(read_json(path)["rows"] for path in args.plot), args.png)
     require_gpu(parser)
     rows = []
     print_titles(COLUMNS)

@@ -6,7 +6,7 @@ Nanoseconds for each token and query head, forward and backward, at context leng
     chunked     a + b C + u + w / C       a token reads its chunk and the state (u); a chunk writes and carries one (w)
 
 The choice depends on T, D, p and gates alone, so it is the same on every rank. The numbers are fitted to measurements
-on an H200 in bfloat16; other GPUs differ more in speed than in these ratios. bench/cost.py measures and fits them.
+on an H200 in bfloat16; other GPUs differ more in speed than in these ratios. `bench.attention --fit_cost` fits them.
 """
 
 from functools import lru_cache

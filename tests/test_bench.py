@@ -11,17 +11,16 @@ from helpers import call
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from sympow.attention import heinsen_naive  # noqa: E402
-from sympow.bench import attention, plot  # noqa: E402
+from sympow.bench import attention, sample  # noqa: E402
 from sympow.kernels import CHUNKED_SIZES, configs, cost, tune  # noqa: E402
 from sympow.kernels.configs import Config, key  # noqa: E402
 from sympow.runs.program import run_program  # noqa: E402
 
 REFUSALS = {
     "bench.attention": "GPU",
-    "bench.attention --cold_start --only flex_p4 p4": "times our kernels, not flex_p4",
     "bench.train": "GPU",
-    "bench.cost": "GPU",
-    "bench.cost 64": "unrecognized arguments",
+    "bench.attention --fit_cost": "GPU",
+    "bench.train 64": "unrecognized arguments",
     "bench.sample": "GPU",
     "bench.scale": "GPU",
     "bench.scale --tokens=0": "at least 1",
@@ -103,6 +102,29 @@ def test_log_attention_is_timed_beside_the_equations_of_its_paper():
         )
 
 
+def test_the_cost_model_is_fitted_to_what_is_measured(monkeypatch, capsys):
+    """The times are those of the model, so the fit finds its numbers."""
+    tokens = 8
+
+    def nanoseconds(q, k, v, log_g, form, chunk_size=None, **options):
+        T = made[0]
+        return cost.quadratic_ns(T, 32) if form == "quadratic" else cost.chunked_ns(T, chunk_size, 32, 2)
+
+    def make_inputs(B, T, D):
+        made[:] = [T]
+        return [None] * 3, torch.ones(tokens), None
+
+    made = []
+    monkeypatch.setitem(cost.QUADRATIC, 32, cost.QUADRATIC[32])
+    monkeypatch.setattr(attention, "make_inputs", make_inputs)
+    monkeypatch.setattr(attention.Contender, "forward_backward", attention.Contender.forward)
+    monkeypatch.setattr(attention, "power_attention", nanoseconds)
+    monkeypatch.setattr(attention, "milliseconds", lambda call, calls: call() * tokens / 1e6)
+    attention.fit_cost(32, 2)
+    printed = capsys.readouterr().out
+    assert "QUADRATIC 32: (1.05, 0.00084)" in printed and "CHUNKED 32, 2: (1.64, 134)" in printed
+
+
 def test_the_picture_of_costs_has_the_rows_of_both_programs(tmp_path, monkeypatch, capsys):
     training = [dict(attention="softmax", context=n, tokens_per_second=1e6 / n, step_ms=1.0) for n in (8, 4)]
     training += [dict(attention="sympow_gating", context=4, tokens_per_second=500_000, step_ms=1.0)]
@@ -110,12 +132,12 @@ def test_the_picture_of_costs_has_the_rows_of_both_programs(tmp_path, monkeypatc
     generation = [dict(name="softmax", batch=b, context=n, p50=float(b * n)) for b in (1, 64) for n in (4, 8)]
     for name, rows in dict(training=training, generation=generation).items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
-    panels, plot_figure = [], plot.plot
-    monkeypatch.setattr(plot, "plot", lambda drawn, png: (panels.extend(drawn), plot_figure(drawn, png)))
+    panels, plot_figure = [], sample.plot
+    monkeypatch.setattr(sample, "plot", lambda drawn, png: (panels.extend(drawn), plot_figure(drawn, png)))
     png = tmp_path / "cost.png"
-    assert call(plot.main, tmp_path / "training.json", tmp_path / "generation.json", f"--png={png}") == 0
+    assert call(sample.main, "--plot", tmp_path / "training.json", tmp_path / "generation.json", f"--png={png}") == 0
     assert [panel.lines for panel in panels] == [
-        {"softmax": ((4, 8), (4.0, 8.0)), plot.LABELS["sympow_gating"]: ((4,), (2.0,))},
+        {"softmax": ((4, 8), (4.0, 8.0)), sample.LABELS["sympow_gating"]: ((4,), (2.0,))},
         {"softmax": ((4, 8), (4.0, 8.0))},
     ]
     assert png.stat().st_size > 1000 and str(png) in capsys.readouterr().out

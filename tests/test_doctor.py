@@ -1,77 +1,65 @@
 """The doctor names what is wrong with a machine, and how to fix it. The machines are made up here."""
 
+import importlib.util
+import re
 import subprocess
 import sys
 
 import pytest
 from helpers import ROOT
+from torch.utils.collect_env import SystemEnv
 
 from sympow import doctor
-from sympow.doctor import Machine
 
-GPU = dict(gpus=["NVIDIA H200, 143771 MiB"], driver="580.82.07")
-SEEN = dict(GPU, torch="2.13.0+cu130", cuda_build="13.0", torch_gpus=["NVIDIA H200"])
-PACKAGES = dict(numpy="2.0", safetensors="0.7", tqdm="4.67", wandb="0.31")
+WELL = dict.fromkeys(SystemEnv._fields) | dict(
+    torch_version="2.13.0+cpu", gcc_version="12.2.0", is_cuda_available="False"
+)
+GPU = dict(nvidia_gpu_models="GPU 0: NVIDIA H200", nvidia_driver_version="570.124.06", cuda_compiled_version="13.0")
+
+
+def problems(**environment):
+    return doctor.find_problems(SystemEnv(**WELL | environment))
 
 
 @pytest.mark.parametrize(
-    "machine,words",
+    "environment,words",
     [
-        (dict(python=(3, 9)), ["Python is too old", "3.11"]),
-        (dict(torch=None, torch_error="No module named 'torch'"), ["No module named 'torch'", doctor.TORCH]),
-        (dict(torch="2.3.1+cu121"), ["torch 2.3.1+cu121 is not the version needed", doctor.TORCH]),
-        (dict(packages=dict(PACKAGES, numpy=None)), ["pip install numpy"]),
-        (GPU, ["CPU build", "pip install", "/cu130"]),
-        (dict(GPU, driver="535.54.03"), ["CPU build", "/cu126"]),
-        (dict(GPU, driver="570.124.06", cuda_build="13.0"), ["570.124.06 is too old", "580", "/cu126"]),
-        (
-            dict(GPU, cuda_build="13.0", torch_error="CUDA unknown error"),
-            ["CUDA unknown error", "CUDA_VISIBLE_DEVICES"],
-        ),
-        (dict(GPU, driver="[N/A]", cuda_build="13.0", torch_error="CUDA unknown error"), ["CUDA unknown error"]),
-        (dict(SEEN, triton=None), ["Triton is missing", "pip install"]),
-        (dict(compiler=None), ["no C compiler", "apt install gcc"]),
-        (dict(SEEN, has_python_h=False), ["no Python.h", "python3-dev"]),
-        (dict(SEEN, trials={"float32 D=64 p=2: y 3.0e-01": "too far from float64"}), ["D=64 p=2", "too far from"]),
+        (dict(torch_version="2.3.1+cu121"), ["torch 2.3.1+cu121 is not the version needed", doctor.TORCH]),
+        (GPU, ["built for CUDA 13.0", "driver 570.124.06", "/cu126", "CUDA_VISIBLE_DEVICES"]),
+        (dict(gcc_version=None), ["no C compiler", "apt install gcc"]),
     ],
 )
-def test_a_problem_is_one_line_with_its_fix(machine, words):
-    lines, status = doctor.judge(Machine(**machine))
-    assert status == 1 and len(lines) == 1 and "\n" not in lines[0]
-    assert all(word in lines[0] for word in words), lines
+def test_a_problem_is_one_line_with_its_fix(environment, words, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    (line,) = problems(**environment)
+    assert "\n" not in line and all(word in line for word in words), line
 
 
-def test_every_problem_has_its_own_line():
-    lines, status = doctor.judge(Machine(**GPU, compiler=None, has_python_h=False))
-    assert status == 1 and len(lines) == 3
+def test_what_is_missing_is_named(monkeypatch, tmp_path):
+    assert problems() == problems(**GPU, is_cuda_available="True") == problems(torch_version="2.11.0a0+git123") == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    text = "\n".join(problems(is_cuda_available="True"))
+    assert re.findall("numpy safetensors tqdm|Triton is missing|no Python.h", text) == [
+        "numpy safetensors tqdm",
+        "Triton is missing",
+        "no Python.h",
+    ]
 
 
-@pytest.mark.parametrize(
-    "machine,lines",
-    [
-        ({}, ["no GPU: everything runs in plain PyTorch, slower", "all well"]),
-        (dict(triton=None, torch="2.11.0a0+git123"), ["no GPU: everything runs in plain PyTorch, slower", "all well"]),
-        (dict(SEEN, trials={"float32 D=64 p=2: y 3.0e-07": ""}), ["ok: float32 D=64 p=2: y 3.0e-07", "all well"]),
-        (dict(SEEN, packages=dict(PACKAGES, wandb=None)), ["all well"]),
-    ],
-)
-def test_a_machine_is_well(machine, lines):
-    assert doctor.judge(Machine(**machine)) == (lines, 0)
+def test_a_kernel_that_is_wrong_is_a_problem(monkeypatch, capsys):
+    from torch.utils import collect_env
+
+    monkeypatch.setattr(collect_env, "get_env_info", lambda: SystemEnv(**WELL | GPU | dict(is_cuda_available="True")))
+    for error, status, line in (("", 0, "ok: D=64"), ("too far from float64", 1, "WRONG: D=64: too far from float64;")):
+        monkeypatch.setattr(doctor, "try_kernels", lambda error=error: {"D=64": error})
+        monkeypatch.setattr(sys, "argv", ["doctor.py"])
+        assert doctor.main() == status and line in capsys.readouterr().out
 
 
-def test_the_report_has_one_line_for_each_fact():
-    lines = doctor.describe(Machine(**SEEN, packages=dict(PACKAGES, wandb=None)))
-    assert all("\n" not in label + value for label, value in lines)
-    labels = ["Python", "platform", "torch", "Triton", "NVIDIA driver", "C compiler", "Python.h", *PACKAGES]
-    assert sorted(label for label, _ in lines) == sorted([*labels, "GPU 0, nvidia-smi", "GPU 0, torch"])
-    assert "pip install -r requirements.txt" in dict(lines)["wandb"]
-
-
-def test_packages_are_those_of_the_requirements(monkeypatch, tmp_path):
-    assert doctor.TORCH in doctor.REQUIREMENTS.read_text()
-    assert {*doctor.REQUIRED, "wandb", "zarr"} <= set(doctor.list_packages())
-    monkeypatch.setattr(doctor, "REQUIREMENTS", tmp_path / "requirements.txt")  # where the package is installed
-    assert doctor.list_packages() == []
+def test_the_version_of_torch_is_that_of_the_requirements():
+    with open(f"{ROOT}/requirements.txt") as f:
+        assert doctor.TORCH in f.read()
 
 
 def test_a_kernel_that_fails_is_named(monkeypatch):

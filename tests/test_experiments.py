@@ -47,7 +47,7 @@ from sympow.model import GPT, GPTConfig
 
 SEED = int(os.environ.get("TEST_SEED", 0))
 RECORDS = pathlib.Path(helpers.ROOT, "docs/data").glob("*.json")
-EXPERIMENTS = [path.stem for path in RECORDS if not path.stem.endswith("_cost")]  # those are of bench/plot.py
+EXPERIMENTS = [path.stem for path in RECORDS if not path.stem.endswith("_cost")]  # those are of bench/sample.py
 dataset = helpers.dataset
 
 

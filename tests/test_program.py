@@ -14,7 +14,7 @@ import time
 import pytest
 from helpers import ROOT, call, join, run, start
 
-from bench import cost, state_size
+from bench import sample as bench_sample
 from sympow import compare, doctor, evaluate, export, sample, train
 from sympow.data.files import whole_file
 from sympow.data import progress
@@ -50,7 +50,7 @@ def test_a_program_ends_in_one_line(code, redirected, status, out, error):
     assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (status, out, error)
 
 
-@pytest.mark.parametrize("program", [train, sample, evaluate, compare, export, doctor, cost, state_size])
+@pytest.mark.parametrize("program", [train, sample, evaluate, compare, export, doctor, bench_sample])
 def test_help_is_shown_without_docstrings(program, monkeypatch, capsys):
     """`python -OO`, or PYTHONOPTIMIZE=2, drops them."""
     monkeypatch.setattr(program, "__doc__", None)
