@@ -85,7 +85,7 @@ def summarise(name, train, val):
 
 def table(rows, metric="val_loss"):
     """Return (header, cells) as strings, one list of cells for each run; metric: as for read_losses."""
-    # Compare training losses if a run was not evaluated at its last step, because it is going on or was killed.
+    # Compare training losses if a run was not evaluated at its last step, because it is training or was killed.
     kind = "val" if all(row["val"] is not None and row["val_step"] == row["steps"] for row in rows) else "train"
     base = rows[0][kind]
     header = [

@@ -42,7 +42,7 @@ class SampleConfig:
     top_p: float = 1.0  # only the likeliest tokens that together have this probability; 1: all
     seed: int = 1337  # sample i is generated with seed + i
     save_state: str = ""  # a file for the state after the prompt
-    load_state: str = ""  # such a file: the prompt goes on from there
+    load_state: str = ""  # such a file: the prompt continues from there
     form: str = "auto"  # auto: a KV cache until a state is cheaper; recurrent: a state from the first token on
     switch_over: int = 0  # cached tokens at which a state replaces the KV cache; 0: when both are equally large
     state_dtype: str = "float32"  # or bfloat16, on a GPU: half the memory, rounded whenever cached tokens move in
@@ -180,7 +180,7 @@ def load_state(path, model):
     try:
         return state_file.load_state(path, model)
     except (OSError, ValueError) as error:
-        refuse(f"cannot go on from {path}: {error}")
+        refuse(f"cannot resume from {path}: {error}")
 
 
 def check(cfg):

@@ -6,7 +6,7 @@
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py config/sympow_p4.py
 
 Any setting below, or of GPTConfig in model.py, can follow as --key=value; `--help` lists them. A run lives in out_dir:
-config.json, metrics.jsonl, the tokenizer and ckpt/. The same command again goes on from the last checkpoint.
+config.json, metrics.jsonl, the tokenizer and ckpt/. The same command again resumes from the last checkpoint.
 """
 
 import math
@@ -19,6 +19,7 @@ from typing import Callable
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -I leaves out
 from sympow.runs import threads, checkpoint, folder, machine  # noqa: F401 (threads before torch)
+import numpy as np
 import torch
 
 from sympow.data.progress import waiting
@@ -30,7 +31,7 @@ from sympow.runs.program import refuse
 from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, fields_of, read_settings
 from sympow.training.batches import count_epochs, examine, format_losses, mean_losses, micro_batches
 from sympow.training.optimizer import OPTIMIZERS, SCHEDULES, describe_jump, learning_rate, make_optimizer, take_step
-from sympow.training.plan import Plan, advise_to_go_on, describe_run, make_networks, make_plan
+from sympow.training.plan import Plan, resume_hint, describe_run, make_networks, make_plan
 from sympow.training.stages import enter_stage, reason_to_stop, refuse_moved_stages, rehearse
 
 
@@ -38,7 +39,7 @@ from sympow.training.stages import enter_stage, reason_to_stop, refuse_moved_sta
 class TrainConfig:
     # the run
     out_dir: str = ""  # the run's folder; default out/CONFIG_NAME
-    init_from: str = "auto"  # auto: go on in out_dir or begin; resume: go on; scratch; or a folder's weights, gpt2, ...
+    init_from: str = "auto"  # auto: resume in out_dir or begin; resume; scratch; or a folder's weights, gpt2, ...
     overwrite: bool = False  # with init_from=scratch or weights: rename the run in out_dir, and start anew
     seed: int = 1337  # of the weights, the order of the data and dropout
     # data
@@ -164,7 +165,7 @@ def set_up(argv, ranks, stack):
     optimizer, progress = make_optimizer(model, cfg), checkpoint.Progress()
     if resume:
         progress = checkpoint.load(resume, model, optimizer)
-        ranks.log(f"going on from {resume}, step {progress.step}{describe_jump(cfg, plan.saved_settings, progress)}")
+        ranks.log(f"resuming from {resume}, step {progress.step}{describe_jump(cfg, plan.saved_settings, progress)}")
     elif plan.source:
         plan.source.fill(model)
         ranks.log(plan.source.describe(plan.model_cfg))
@@ -177,53 +178,50 @@ def set_up(argv, ranks, stack):
     tracker = Tracker(cfg, plan.settings, progress, model) if records else None
     ranks.log(describe_run(plan, model))
     clock, skipped = Clock(progress.seconds, progress.step), SkippedSteps(*progress.skipped)
-    signals = StopSignals(cfg.out_dir, advise_to_go_on(cfg))
+    signals = StopSignals(cfg.out_dir, resume_hint(cfg))
     return Run(plan, model, network, eval_network, optimizer, progress, writer, tracker, clock, skipped, signals)
 
 
 def train(run):
-    """Take steps, and evaluate and save every eval_interval of them, until a limit or a signal ends the run."""
+    """Evaluate, save and take steps in turns, until a limit or a signal ends the run."""
     plan, progress, cfg, ranks = run.plan, run.progress, run.plan.cfg, run.plan.ranks
-    end = reason_to_stop(run)
-    if not progress.evaluated and (end or progress.step % cfg.eval_interval == 0):  # a signal prevented it
-        evaluate_and_save(run)
-        end = reason_to_stop(run)
-    if end and not run.signal:
-        ranks.log(f"{cfg.out_dir} is trained: {progress.step} steps in {progress.seconds:.0f} s, {end}")
-        return
     run.network.train()
     if len(progress.stages) + 1 < len(plan.stages):
         rehearse(plan, run.model, run.optimizer, run.eval_network)
-    batches = micro_batches(plan, progress)
-    batch = next(batches)
-    first = True
+    batches, first_step, first_of_stage = micro_batches(plan, progress), progress.step, True
+    loss = grad_norm = batch = None
     run.clock.start_lap(progress.step)
     with closing(Display(cfg, progress.step, plan.device, shown=ranks.master)) as display:
-        while not end:
+        while True:
+            end = reason_to_stop(run)
+            due = bool(end) or progress.step % cfg.eval_interval == 0
+            count_skipped(run, grad_norm, due, end)
+            if loss is not None:  # else no step has been taken, or a signal came within it
+                display.step()
+                if first_of_stage or end or progress.step % cfg.log_interval == 0:
+                    log_step(run, display, loss, grad_norm)
+                first_of_stage = False
+            if due:
+                end = evaluate_and_save(run)
+                run.clock.start_lap(progress.step)
+            if end:
+                break
+            batch = batch or next(batches)
             number, *_ = batch
             if number > len(progress.stages):  # a new stage: its speed is measured anew
-                progress.stages, first = enter_stage(plan.stages, number, progress), True
+                progress.stages, first_of_stage = enter_stage(plan.stages, number, progress), True
                 run.clock.start_lap(progress.step)
                 ranks.log(f"after step {progress.step}: context {plan.stages[number].block_size:,}")
             with machine.profile_step(cfg, progress.step + 1, plan.device, ranks):
                 loss, grad_norm, batch = train_step(run, batch, batches)
             run.writer.check()
-            end = reason_to_stop(run)
-            due = bool(end) or progress.step % cfg.eval_interval == 0
-            count_skipped(run, grad_norm, due, end)
-            if loss is not None:
-                display.step()
-                if first or end or progress.step % cfg.log_interval == 0:
-                    log_step(run, display, loss, grad_norm)
-            if due:
-                evaluate_and_save(run)
-                end = reason_to_stop(run)  # a signal may have cut the evaluation short
-                run.clock.start_lap(progress.step)
-            first = False
+    if progress.step == first_step and not run.signal:
+        ranks.log(f"{cfg.out_dir} is trained: {progress.step} steps in {progress.seconds:.0f} s, {end}")
+        return
     ranks.log(f"stopped at step {progress.step}: {end}")
     if run.signal and progress.step and not run.unsaved:
         run.writer.wait()
-        ranks.log(f"saved step {progress.step}; {advise_to_go_on(cfg)}")
+        ranks.log(f"saved step {progress.step}; {resume_hint(cfg)}")
 
 
 def train_step(run, batch, batches):
@@ -236,7 +234,8 @@ def train_step(run, batch, batches):
     rate = learning_rate(progress.step, cfg, progress.seconds)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    torch.manual_seed(hash((cfg.seed, progress.step, ranks.rank)) % 2**63)  # of dropout
+    numbers = np.random.SeedSequence([cfg.seed, progress.step, ranks.rank])
+    torch.manual_seed(int(numbers.generate_state(1, np.uint64)[0]))  # of dropout
     loss_sum = torch.zeros((), device=run.plan.device)
     for micro in range(accumulation):
         ranks.beat()
@@ -248,7 +247,7 @@ def train_step(run, batch, batches):
         (loss / accumulation).backward()
         loss_sum += loss.detach()
         batch = next(batches)  # read while the GPU computes
-        share(run)
+        agree(run)
         if run.signal and micro + 1 < accumulation:
             return None, None, None
     norm = take_step(run.model, run.optimizer, cfg.grad_clip)
@@ -257,9 +256,9 @@ def train_step(run, batch, batches):
     return loss_sum / accumulation, norm, batch
 
 
-def share(run):
+def agree(run):
     """Take the signal that any rank received and the time of rank 0: all ranks decide alike. Return the signal."""
-    run.signal, run.progress.seconds = run.plan.ranks.share(run.stop_signals.number, run.clock.seconds())
+    run.signal, run.progress.seconds = run.plan.ranks.agree(run.stop_signals.number, run.clock.seconds())
     return run.signal
 
 
@@ -296,7 +295,7 @@ def log_step(run, display, loss, grad_norm):
 def evaluate(run):
     """Evaluate and log the result; return the validation loss, or None if a signal came meanwhile."""
     plan, progress, step, context = run.plan, run.progress, run.progress.step, run.plan.held_out.block_size
-    if (losses := mean_losses(plan, run.eval_network, partial(share, run))) is None:
+    if (losses := mean_losses(plan, run.eval_network, partial(agree, run))) is None:
         return None
     plan.ranks.log(f"step {step}: {format_losses(losses)} at context {context:,}")
     model = None if plan.cfg.eval_only else plan.layout.gather(run.model)
@@ -318,15 +317,17 @@ def evaluate_and_save(run):
     """Evaluate this step, unless that is done or a signal ends the run, and save it if no checkpoint has it.
 
     A step is saved with a finite gradient and loss only, and with always_save_checkpoint=False only if it is the best.
+    Returns what `reason_to_stop` says then, since a signal may have come.
     """
     progress, val_loss = run.progress, None
     if not (run.signal or progress.evaluated):
         run.writer.wait()  # a kill finds at most one evaluation without a checkpoint
         val_loss = evaluate(run)
-        share(run)
-    chosen = run.signal or progress.best_step == progress.step or run.plan.cfg.always_save_checkpoint
-    if not (finite := math.isfinite(val_loss or 0.0)) and reason_to_stop(run):  # None: it was not evaluated
+        agree(run)
+    end, finite = reason_to_stop(run), math.isfinite(val_loss or 0.0)  # None: it was not evaluated
+    if end and not finite:
         raise Failed(f"the validation loss of step {progress.step}, the last, is {val_loss}: it is not saved")
+    chosen = run.signal or progress.best_step == progress.step or run.plan.cfg.always_save_checkpoint
     if chosen and finite and run.unsaved and not run.skipped.in_a_row:
         begin = run.clock.seconds()
         progress.skipped, run.unsaved = (run.skipped.total, run.skipped.in_a_row), False
@@ -334,6 +335,7 @@ def evaluate_and_save(run):
             run.tracker.flush_to_disk()
         run.writer.save(run.model, run.optimizer, progress)  # rank 0, or every rank what it holds of a sharded model
         run.checkpoint_seconds += run.clock.seconds() - begin
+    return end
 
 
 if __name__ == "__main__":

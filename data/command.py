@@ -75,7 +75,7 @@ def run(main):
         main(sys.argv[1:])
         sys.stdout.flush()  # a full disk is noticed here and not when Python ends
     except KeyboardInterrupt:
-        _end("interrupted; the same command goes on with the unfinished shards", 130)
+        _end("interrupted; the same command resumes with the unfinished shards", 130)
     except (DataError, OSError, MemoryError, RecursionError) as error:
         _end("error: " + " ".join((str(error) or type(error).__name__).split()), 2)
 

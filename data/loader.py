@@ -1,5 +1,5 @@
 """Turn prepared datasets into batches. A batch is a pure function of (seed, step, rank), without a random state that
-would have to be saved, so a resumed run goes on exactly where it stopped.
+would have to be saved, so a resumed run continues exactly where it stopped.
 
     windows = Windows(Dataset("pystdlib"), "train", block_size=1024)
     inputs, targets = train_batch(windows, seed=1, step=0, part=0, parts=1, batch_size=8)

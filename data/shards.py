@@ -11,7 +11,7 @@ A dataset is made of units, and each gives one shard:
 
 New shards are written into folder/unfinished/ and move into the folder when all are there. So a failure or a kill
 leaves an earlier dataset as it was. A shard is a pure function of its unit and gets its name only when it is whole. A
-killed run goes on when it is run again, and a dataset that grows keeps the shards that its units still give.
+killed run resumes when it is run again, and a dataset that grows keeps the shards that its units still give.
 """
 
 import fcntl

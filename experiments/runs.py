@@ -5,7 +5,7 @@
 
 Every GPU trains one run at a time with train.py, then measure.py measures its model; without a GPU the CPU does.
 Runs are kept in out/experiments/ATTENTION-HASH, with the hash of their settings: experiments share equal runs, and a
-run that was stopped goes on. NAME.json has the records of an experiment. A run that is in it is not trained again.
+run that was stopped resumes. NAME.json has the records of an experiment. A run that is in it is not trained again.
 """
 
 import json

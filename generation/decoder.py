@@ -228,7 +228,7 @@ class Decoder:
     def difference(self, model, logits, state, tokens=3):
         """Return the largest relative difference of the logits from those that model.step computes, for some tokens.
 
-        logits and state are the model's after the prompt; the decoder was made from this state, and goes on from it as
+        logits and state are the model's after the prompt; the decoder was made from this state, and resumes from it as
         if nothing had happened. The tokens are the likeliest ones after the prompt, fewer if the decoder is made for
         fewer or would flush a cache, and those after a short text, in which each token counts for more.
         """

@@ -94,7 +94,7 @@ def _decode(model, logits, state, sampler, max_new_tokens, state_dtype, timings)
 
 
 def _make_decoder(model, logits, state, sampler, max_new_tokens, state_dtype):
-    """Return a Decoder that goes on from `state`, or None, with a warning, if its logits differ from GPT.step's."""
+    """Return a Decoder that resumes from `state`, or None, with a warning, if its logits differ from GPT.step's."""
     from .decoder import Decoder, check_difference  # Triton is not everywhere
 
     try:

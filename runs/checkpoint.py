@@ -160,7 +160,7 @@ class Writer:
             with suppress(RuntimeError):  # rank 0, which has the store, is gone
                 self._tell({"error": str(error)})
             older = newest(self.out_dir)
-            remedy = f"{older} is whole: the same command goes on from there" if older else "there is no older one"
+            remedy = f"{older} is whole: the same command resumes from there" if older else "there is no older one"
             message = f"the checkpoint of step {progress.step} could not be written ({error}); {remedy}"
             raise NotWritten(message) from error
 
@@ -224,7 +224,7 @@ def _write_files(folder, files):
 def remove_leftovers(out_dir, current, best_step):
     """Remove from ckpt/ what a kill left: half-written checkpoints and, beside the newest one, superfluous ones.
 
-    current: the checkpoint from which the run goes on, or None. Where a newer one is damaged, all others stay.
+    current: the checkpoint from which the run resumes, or None. Where a newer one is damaged, all others stay.
     """
     for path in glob.glob(os.path.join(glob.escape(out_dir), "ckpt", f"{WRITING}*")):
         shutil.rmtree(path, ignore_errors=True)

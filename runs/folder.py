@@ -1,4 +1,4 @@
-"""Open a run's folder: lock it, choose the checkpoint to go on from, and record how the run was started.
+"""Open a run's folder: lock it, choose the checkpoint to resume from, and record how the run was started.
 
     lock = lock_out_dir(cfg.out_dir)                                 # if it has a checkpoint, before one is chosen
     latest, saved = choose_checkpoint(cfg, thorough=True)            # refuses to mix or lose runs
@@ -25,7 +25,7 @@ from sympow.runs.processes import warn
 from sympow.runs.program import refuse
 from sympow.runs.settings import from_launcher
 
-# Settings that may change when a run goes on, because they do not change its steps. max_seconds may change although it
+# Settings that may change when a run resumes, because they do not change its steps. max_seconds may change although it
 # ends the schedule: a run that is given more time should use it. training/stages.py refuses a `then` that would change
 # steps that were taken.
 FREE = (
@@ -43,7 +43,7 @@ LOGS = (".log", ".out", ".err")  # files with these endings, which a shell or a 
 
 
 def choose_checkpoint(cfg, dataset, thorough):
-    """Return (the checkpoint of cfg.out_dir to go on from, the settings it was trained with), or (None, None).
+    """Return (the checkpoint of cfg.out_dir to resume from, the settings it was trained with), or (None, None).
 
     (None, None) starts anew. Refuses to mix or lose runs.
 
@@ -105,7 +105,7 @@ def _saved_settings(cfg):
 
 
 def refuse_other_settings(out_dir, latest, saved, settings):
-    """Refuse to go on with a run if a setting differs from the saved ones that would change its steps.
+    """Refuse to resume a run if a setting differs from the saved ones that would change its steps.
 
     If only the code is another than for the steps up to the checkpoint `latest`, rank 0 prints a warning. A run that
     began before GPTConfig had a field was trained with the field's default, which `saved` has.
@@ -129,7 +129,7 @@ def refuse_other_settings(out_dir, latest, saved, settings):
         if changed == ["max_iters"]:
             reason = f" (on which the rates of schedule={new['schedule']} depend)"
         refuse(
-            f"{out_dir} was trained with {was}, now {now}{reason}: go on with what it was, choose another out_dir "
+            f"{out_dir} was trained with {was}, now {now}{reason}: resume with what it was, choose another out_dir "
             f"(--init_from={out_dir} begins it with these weights if they fit), or start anew with --init_from=scratch "
             "--overwrite=True"
         )
@@ -140,7 +140,7 @@ def refuse_other_settings(out_dir, latest, saved, settings):
 def start_folder(cfg, settings, dataset, latest, lock):
     """Make out_dir with config.json, environment.json and the tokenizer, so that it can be read without the data.
 
-    With cfg.overwrite, a folder that has a run is renamed first. latest: the checkpoint to go on from, or None. lock:
+    With cfg.overwrite, a folder that has a run is renamed first. latest: the checkpoint to resume from, or None. lock:
     what lock_out_dir returned before a checkpoint was chosen, False if there was none. Returns the lock on the folder,
     which lasts until it is closed, so that it serves in a `with` statement. Refuses a folder in which another process
     trains or that cannot be written.
@@ -150,7 +150,7 @@ def start_folder(cfg, settings, dataset, latest, lock):
         if not lock:
             lock = lock_out_dir(out_dir)
             if checkpoint.exists(out_dir):
-                refuse(f"another process has begun a run in {cfg.out_dir}: the same command again goes on with it")
+                refuse(f"another process has begun a run in {cfg.out_dir}: the same command again resumes it")
         if cfg.overwrite and cfg.init_from != "auto" and _has_steps(out_dir):
             _rename(out_dir)
             lock, old_lock = lock_out_dir(out_dir), lock

@@ -42,7 +42,7 @@ NANOGPT_NAMES = {
 class Tracker:
     """Writes metrics.jsonl and samples.jsonl of a run, and sends their lines to wandb.
 
-    Training goes on from progress.step, so lines of later steps are removed: these steps are taken again. If
+    Training resumes from progress.step, so lines of later steps are removed: these steps are taken again. If
     progress.evaluated is False, that step is evaluated again too, and the lines of its evaluation are removed.
     settings: the contents of config.json. Attribute: run_id, the run's id in wandb, or None if wandb is turned off.
     """

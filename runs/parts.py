@@ -56,7 +56,7 @@ def save_part(tensors, first_rows, path):
 def compare_shapes(shapes, expected):
     """Return a text that names a difference between two dicts {name: shape}, "" if they are equal."""
     for name in {**expected, **shapes}:
-        shape, expected_shape = shapes.get(name, "missing"), expected.get(name, "unknown")
+        shape, expected_shape = shapes.get(name, "missing"), expected.get(name, "missing")
         if shape != expected_shape:
             return f"{name} is {shape}, not {expected_shape}"
     return ""

@@ -73,7 +73,7 @@ class Ranks:
 
         def end():
             names = ", ".join(f"rank {rank}" for rank in sorted(missing)) or "all others"
-            leave_at_once(f"ranks that have not come within {timeout:g} s: {names}")
+            abort(f"ranks that have not come within {timeout:g} s: {names}")
 
         limit = threading.Timer(timeout, end)
         limit.daemon = True
@@ -134,7 +134,7 @@ class Ranks:
             dist.all_reduce(x)
         return x
 
-    def share(self, number, seconds):
+    def agree(self, number, seconds):
         """Return (number of the signal that any rank received or 0, seconds of rank 0), the same on every rank."""
         if self.world == 1:
             return number, seconds
@@ -160,7 +160,7 @@ class Ranks:
         (path,) = chosen
         if bool(own) != bool(path) or (path and not os.path.isdir(path)):
             raise Failed(
-                f"rank {self.rank} would go on from {own}, rank 0 from {path}: out_dir must be shared by all nodes"
+                f"rank {self.rank} would resume from {own}, rank 0 from {path}: out_dir must be shared by all nodes"
             )
         return path
 
@@ -241,7 +241,7 @@ class Watch:
                 self._report()
             late = time.monotonic() - self.last_beat
             if late > self.timeout:
-                leave_at_once(f"nothing has happened for {late:.0f} s: {self.blame()}")
+                abort(f"nothing has happened for {late:.0f} s: {self.blame()}")
 
     def _report(self):
         self.reports += 1
@@ -264,7 +264,7 @@ class StopSignals:
     """
 
     def __init__(self, out_dir, advice):
-        """Receive signals from now on. advice: how the run in out_dir goes on after its end."""
+        """Receive signals from now on. advice: how the run in out_dir resumes after its end."""
         self.number = 0
         receiver, sender = os.pipe()
         os.set_blocking(sender, False)
@@ -299,28 +299,28 @@ def exit_statuses(ranks):
     try:
         yield
     except DataError as error:  # a token outside the vocabulary or a cut shard, which other ranks may not meet
-        refuse(error) if ranks.world == 1 else leave_at_once(error, status=2)
+        refuse(error) if ranks.world == 1 else abort(error, status=2)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not interrupt the line
-        leave_at_once("interrupted", status=130)
+        abort("interrupted", status=130)
     except (Failed, NotWritten) as error:
-        leave_at_once(error)
+        abort(error)
     except OSError as error:
-        leave_at_once(f"cannot read or write: {error}")
+        abort(f"cannot read or write: {error}")
     except (MemoryError, RuntimeError) as error:
         text = str(error).rpartition("DefaultCPUAllocator: ")[2]
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or text != str(error):
-            leave_at_once(
+            abort(
                 f"out of memory: {text.partition(chr(10))[0][:300]}; a smaller --batch_size (tokens_per_step stays), "
                 "--activation_checkpointing=True and, on several GPUs, --shard=True need less"
             )
         # raised by a collective when another rank is gone
         if not ranks.watch or not (isinstance(error, dist.DistError) or "gloo" in text):
             raise
-        leave_at_once(f"a rank could not be reached: {ranks.watch.blame()} ({text[:200]})")
+        abort(f"a rank could not be reached: {ranks.watch.blame()} ({text[:200]})")
 
 
-def leave_at_once(message, status=1):
+def abort(message, status=1):
     """Print a line to stderr and end the process.
 
     Other ranks may be waiting in a collective that will never end, so nothing that might wait for them is run.

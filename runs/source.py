@@ -165,7 +165,7 @@ def choose_model(cfg, arguments, dataset, saved):
     """Return (the Source that cfg.init_from names or None, the GPTConfig of the run's model).
 
     arguments: the settings that were given by name, which replace the source's. saved: the settings with which the run
-    began, if it goes on; it needs its source no more. Raises ValueError for settings or weights that do not fit.
+    began, if it resumes; it needs its source no more. Raises ValueError for settings or weights that do not fit.
     """
     source, settings = None, {name: saved["model"][name] for name in RECIPE} if saved else {}
     if cfg.init_from not in ("auto", "scratch"):

@@ -3,7 +3,7 @@
     record_start(out_dir, step)
     warn_of_changes("out/a was last trained with", last_code("out/a/ckpt/step_00000100"))       # of sympow/code.py
 
-environment.json is a list of all starts. In each of them `step` is the step from which it went on, `commit` and `diff`,
+environment.json is a list of all starts. In each of them `step` is the step from which it resumed, `commit` and `diff`,
 a file for `git apply`, make the code again, and `code` is its record (sympow/code.py).
 """
 

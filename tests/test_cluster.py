@@ -170,7 +170,7 @@ def test_a_node_that_was_killed_and_started_again_goes_on_with_the_same_bits(dat
     else:
         two.start(1)
     assert two.join() == [0, 0], two.printed()
-    assert "going on from out/train/ckpt/step_00000008, step 8" in two.printed()
+    assert "resuming from out/train/ckpt/step_00000008, step 8" in two.printed()
     assert_same_run(tmp_path / "out/train", reference)
 
 
@@ -310,7 +310,7 @@ def test_a_preempted_slurm_job_goes_back_into_the_queue_and_goes_on_with_the_sam
     assert len((tmp_path / "requeued").read_text().split()) == 1
     job = slurm(*argv)
     assert job.wait(60) == 0, log.read_text()
-    assert "going on from out/train/ckpt/step_" in log.read_text()
+    assert "resuming from out/train/ckpt/step_" in log.read_text()
     assert len((tmp_path / "requeued").read_text().split()) == 1  # it is done, and does not go back
     assert_same_run(tmp_path / "out/train", reference)
 

@@ -148,13 +148,13 @@ def rewrite(folder, target, **changes):
     "changes, options, message",
     [
         ({}, ["--block_size=128"], "the model has 64 learned positions, a context of this run has 128 tokens"),
-        ({}, ["--n_positions=128"], "wpe.weight is [64, 32] instead of [128, 32]"),
+        ({}, ["--n_positions=128"], "wpe.weight is [64, 32], not [128, 32]"),
         ({}, ["--n_layer=3"], "do not fit this model: they are of n_layer=2; transformer.h.2."),
-        ({}, ["--bias=False"], "do not fit this model: transformer.h.0.attn.c_attn.bias is unknown"),
+        ({}, ["--bias=False"], "do not fit this model: transformer.h.0.attn.c_attn.bias is [96], not missing"),
         (
             {},
             ["--output_gate=True"],
-            "they are of output_gate=False; transformer.h.0.attn.c_attn.weight is [96, 32] instead of [128, 32]",
+            "they are of output_gate=False; transformer.h.0.attn.c_attn.weight is [96, 32], not [128, 32]",
         ),
         ({}, ["--output_gate=True", "--n_kv_head=1"], "they are of n_kv_head=2 output_gate=False"),  # as many rows
         ({}, ["--attention=conformal_sympow"], "it takes positions=rotary"),

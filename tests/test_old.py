@@ -115,7 +115,9 @@ def test_an_old_run_goes_on_with_its_own_settings_and_losses(old, dataset):
 def test_an_old_run_does_not_go_on_with_another_value(old, dataset, argument, value, capsys):
     name = argument.partition("=")[0]
     assert go(dataset, *OF_MODEL, "--out_dir=run", f"--{argument}") == 2
-    assert f"run was trained with {name}={MEANING[name]}, now {name}={value}: go on with what it was" in refusal(capsys)
+    assert f"run was trained with {name}={MEANING[name]}, now {name}={value}: resume with what it was" in refusal(
+        capsys
+    )
 
 
 def read(model):

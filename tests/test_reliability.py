@@ -112,7 +112,7 @@ def change_json(path, **changes):
 
 
 def test_twenty_kills_at_random_moments_change_nothing(dataset, tmp_path):
-    # Muon, with AdamW for the embedding and the gains, and wsd have the most to go on from
+    # Muon, with AdamW for the embedding and the gains, and wsd have the most to resume from
     extra = ["--optimizer=muon", "--schedule=wsd", "--decay_share=0.5", "--then=32@0.5"]
     often = ["--tokens_per_step=128", "--max_iters=10", "--eval_interval=2"]
     options = [*SMALL, *EXTRA, *TINY, *often, *extra, f"--dataset={dataset}"]
@@ -253,7 +253,7 @@ def test_ranks_take_the_checkpoint_that_rank_0_found_whole(cut, dataset):
     flip("out/a/ckpt/step_00000005/optimizer.safetensors", 2000)  # the other rank sees its size alone
     argv = [*SMALL, *EXTRA, f"--dataset={dataset}", "--out_dir=out/a"]
     assert join(*start_ranks(2, train.main, *argv)) == [0, 0]
-    assert "going on from out/a/ckpt/step_00000004, step 4" in open("rank_0").read()
+    assert "resuming from out/a/ckpt/step_00000004, step 4" in open("rank_0").read()
     assert list(metrics("out/a")) == [1, 2, 3, 4, 5, 6]
 
 
@@ -271,11 +271,11 @@ def test_a_full_disk_ends_training_soon_and_leaves_the_older_checkpoints_whole(g
     assert join(start(train_with_small_files, *argv, env={"LARGEST": str(largest // 2)})) == [1]
     error = open("log").read()
     assert ".py: the checkpoint of step 6 could not be written (" in error
-    assert error.endswith("out/a/ckpt/step_00000003 is whole: the same command goes on from there\n")
+    assert error.endswith("out/a/ckpt/step_00000003 is whole: the same command resumes from there\n")
     assert max(metrics("out/a")) < 1000 and os.listdir("out/a/ckpt") == ["step_00000003"]
     assert not checkpoint.damage("out/a/ckpt/step_00000003")
     assert go("--out_dir=out/a", "--max_iters=6") == 0
-    assert "going on from out/a/ckpt/step_00000003, step 3" in capsys.readouterr().out
+    assert "resuming from out/a/ckpt/step_00000003, step 3" in capsys.readouterr().out
 
 
 def test_what_is_written_is_what_was_there_when_save_was_called(tmp_path, monkeypatch):
@@ -416,7 +416,7 @@ def test_a_signal_within_a_step_saves_and_loses_nothing(go, finished, monkeypatc
     options = ["--init_from=scratch"] if number == signal.SIGUSR1 else []
     assert go("--out_dir=out/cut", *options) == 0
     stopped = f"stopped at step 2: {signal.Signals(number).name} was received\nsaved step 2; the same command"
-    assert f"{stopped}{' with --init_from=auto' * len(options)} goes on\n" in capsys.readouterr().out
+    assert f"{stopped}{' with --init_from=auto' * len(options)} resumes the run\n" in capsys.readouterr().out
     assert max(metrics("out/cut")) == 2 and os.listdir("out/cut/ckpt") == ["step_00000002"]
     assert go("--out_dir=out/cut", *options, "--init_from=auto") == 0
     assert metrics("out/cut") == metrics(finished / "whole")
@@ -444,7 +444,7 @@ def test_ctrl_c_within_a_long_step_is_answered_at_once_and_a_second_one_ends_it(
     saved = "out/a/ckpt/step_00000002"
     answers = (
         ": stopping after this micro-step and saving the steps taken; Ctrl-C now ends training at once\n",
-        f": ended at once; last checkpoint: {saved}; the same command goes on\n",
+        f": ended at once; last checkpoint: {saved}; the same command resumes the run\n",
     )
 
     def printed():
@@ -507,7 +507,7 @@ def test_the_checkpoint_is_chosen_under_the_lock(go, finished, cut, monkeypatch,
 
     at_first_wait(monkeypatch, end)
     assert go("--out_dir=out/a", "--max_iters=7") == 0
-    assert "going on from out/a/ckpt/step_00000006, step 6" in capsys.readouterr().out
+    assert "resuming from out/a/ckpt/step_00000006, step 6" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("moment", ["damage", "load"])
@@ -531,7 +531,7 @@ def test_a_run_that_another_process_began_meanwhile_is_not_taken_for_a_new_one(g
 
     monkeypatch.setattr(folder, "start_folder", begin)
     assert go("--out_dir=out/a") == 2
-    assert "another process has begun a run in out/a: the same command again goes on with it" in refusal(capsys)
+    assert "another process has begun a run in out/a: the same command again resumes it" in refusal(capsys)
     assert lines("out/a") == lines(finished / "cut")
 
 
@@ -711,7 +711,7 @@ def test_torchrun_starts_again_after_a_worker_was_killed(dataset, tmp_path):
     statuses = join(start(torchrun, *options, cwd=tmp_path, env=env))
     log = (tmp_path / "log").read_text()
     assert statuses == [0], log
-    assert "rank 1 on" in log and "going on from out/train/ckpt/step_00000008, step 8" in log
+    assert "rank 1 on" in log and "resuming from out/train/ckpt/step_00000008, step 8" in log
     assert list(metrics(tmp_path / "out/train")) == list(range(1, 17))
     assert list(metrics(tmp_path / "out/train", "val_loss")) == [4, 8, 12, 16]
 
@@ -821,7 +821,7 @@ def test_weights_of_another_tokenizer_are_refused(go, trained, capsys):
 
 
 def test_the_settings_that_dropout_masks_depend_on_stay(go, trained, capsys):
-    masks = "(on which the dropout masks depend): go on with what it was"
+    masks = "(on which the dropout masks depend): resume with what it was"
     for options, changes, message in (
         (["--batch_size=1"], {}, f"was trained with batch_size=2, now batch_size=1 {masks}"),
         (["--compile=True"], {}, f"was trained with compile=auto, now compile=True {masks}"),

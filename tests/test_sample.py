@@ -191,7 +191,7 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
         (["--top_p=0"], "top_p must be in (0, 1], got 0.0"),
         (["--form=fast"], "form must be one of auto, recurrent, got 'fast'"),
         (["--out_dir=out/none"], "no checkpoint in out/none: there is one in out/b, out/a"),
-        (["--load_state=out"], "cannot go on from out: it is not a file"),
+        (["--load_state=out"], "cannot resume from out: it is not a file"),
         (["--device=cuda:" + "9" * 30], "device must be auto, cpu, cuda"),
         (["--device=cuda:77"], "device cuda:77 is not there"),
         (["--tempreature=1"], "did you mean temperature?"),

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_key")
 
 
 def start(folder, step=0, wandb="disabled", evaluated=False):
-    """Start the Tracker of a run in this folder, which goes on from a step."""
+    """Start the Tracker of a run in this folder, which resumes from a step."""
     settings = {"out_dir": str(folder), "wandb_log": True, "wandb": wandb, "wandb_project": "p"}
     settings |= dict.fromkeys(("wandb_run_name", "wandb_group", "wandb_tags"), "")
     folder.mkdir(exist_ok=True)

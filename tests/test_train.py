@@ -100,7 +100,7 @@ def test_a_run_that_was_cut_goes_on_as_if_it_had_not_been(go, capsys):
         f.write('{"step": 4, "train_loss": 99.0}\n{"step": 5, "tra')
     assert go(*extra, "--out_dir=out/cut") == 0
     out = capsys.readouterr().out
-    assert "going on from out/cut/ckpt/step_00000003, step 3" in out
+    assert "resuming from out/cut/ckpt/step_00000003, step 3" in out
     assert "stopped at step 6: max_iters=6 is reached\n" in out
     for key in ("train_loss", "val_loss"):
         assert metrics("out/cut", key) == metrics("out/whole", key)  # to the last bit

@@ -212,7 +212,7 @@ def learning_rate(step, cfg, seconds=0.0):
 
 
 def describe_jump(cfg, saved, progress):
-    """Return a text that says how the learning rate of a run jumps where it goes on, by another max_seconds than was
+    """Return a text that says how the learning rate of a run jumps where it resumes, by another max_seconds than was
     saved; "" if it does not."""
     both = replace(cfg, max_seconds=saved["max_seconds"]), cfg
     rates = [f"{learning_rate(progress.step, settings, progress.seconds):.2g}" for settings in both]

@@ -40,7 +40,7 @@ class Plan:
     teacher: Teacher
     device: torch.device
     dtype: torch.dtype  # of matrix products
-    resume: str | None  # the checkpoint from which the run goes on, as this rank sees it
+    resume: str | None  # the checkpoint from which the run resumes, as this rank sees it
     saved_settings: dict | None  # with which it was trained
     settings: dict  # the contents of config.json
 
@@ -115,14 +115,14 @@ def make_networks(plan, model):
     return layout.wrap(model, compiled, by_block)
 
 
-def advise_to_go_on(cfg):
-    """Return a text that says how a run goes on after a signal; see runs/folder.py's choose_checkpoint."""
+def resume_hint(cfg):
+    """Return a text that says how a run resumes after a signal; see runs/folder.py's choose_checkpoint."""
     change = ""
     if cfg.init_from == "scratch":
         change = " with --init_from=auto"
     elif cfg.overwrite and cfg.init_from != "auto":
         change = " without --overwrite"
-    return f"the same command{change} goes on"
+    return f"the same command{change} resumes the run"
 
 
 def describe_run(plan, model):

@@ -157,7 +157,7 @@ def describe_stages(stages, cfg, layout):
 
 
 def refuse_moved_stages(cfg, progress):
-    """Refuse to go on with a `then` or a max_iters that moves steps already taken into other stages.
+    """Refuse to resume with a `then` or a max_iters that moves steps already taken into other stages.
 
     Stages that have not begun may change, come and go. With max_seconds the time may have begun a stage before its
     step, so that contexts alone are compared.
@@ -170,8 +170,8 @@ def refuse_moved_stages(cfg, progress):
     if (moved or min(later_steps, default=progress.step) < progress.step) and not cfg.eval_only:
         then = ",".join(f"{context}@{step}" for context, step in progress.stages)
         refuse(
-            f"{cfg.out_dir} cannot go on at step {progress.step} with then={cfg.then!r} and max_iters={cfg.max_iters}: "
-            f"--then={then!r} is what it did, and later stages may follow with commas"
+            f"{cfg.out_dir} cannot resume at step {progress.step} with then={cfg.then!r} and max_iters="
+            f"{cfg.max_iters}: --then={then!r} is what it did, and later stages may follow with commas"
         )
 
 
