@@ -271,15 +271,10 @@ def check_tokens(folder, config, dataset, path):
         text, _ = tokenizers_json(dataset.tokenizer)
         equal = vocabulary == Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
     if not equal:
-        remedy = f"the same tokenizer, but there is no tokenizer.json in {folder}"
-        if os.path.isfile(tokenizer):
-            remedy = f"--tokenizer={tokenizer}"
-        elif (size, end) == (50257, 50256):
-            remedy = "--tokenizer=gpt2"
         raise ValueError(
             f"the tokens of {path} ({size:,} ids, end of text {end}) are not those of the dataset {dataset.name} "
-            f"({dataset.tokenizer.kind}, {dataset.vocab_size:,} ids, end of text {dataset.eot}): "
-            f"prepare it with {remedy}"
+            f"({dataset.tokenizer.kind}, {dataset.vocab_size:,} ids, end of text {dataset.eot}): prepare it with its "
+            f"tokenizer, --tokenizer={tokenizer} or gpt2"
         )
 
 

@@ -163,8 +163,8 @@ def rewrite(folder, target, **changes):
         ({"n_layer": 3}, [], "transformer.h.2.ln_1.weight is missing"),
         ({"model_type": "llama"}, [], "has a model of type 'llama', neither sympow nor gpt2"),
         ({"model_type": "sympow", "model": {"vocab_size": 257, "depth": 2}}, [], "not of a model of this version"),
-        ({"eos_token_id": 0}, [], "prepare it with the same tokenizer, but there is no tokenizer.json in hf"),
-        ({"vocab_size": 50257, "eos_token_id": 50256}, [], "prepare it with --tokenizer=gpt2"),
+        ({"eos_token_id": 0}, [], "prepare it with its tokenizer, --tokenizer="),
+        ({"vocab_size": 50257, "eos_token_id": 50256}, [], "tokenizer.json or gpt2"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_in_one_line(gpt2, go, tmp_path, capsys, changes, options, message):
@@ -205,7 +205,8 @@ def test_a_tokenizer_beside_the_weights_must_be_the_datasets(gpt2, dataset, tmp_
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(saved))
     with pytest.raises(
-        ValueError, match=r"not those of the dataset text .*: prepare it with --tokenizer=.*/hf/tokenizer\.json$"
+        ValueError,
+        match=r"not those of the dataset text .*: prepare it with its tokenizer, --tokenizer=.*/hf/tokenizer\.json",
     ):
         model_of(tmp_path / "hf", dataset)
 
