@@ -6,9 +6,8 @@
 
 Weights are random and in bfloat16, states in float32 or --state_dtype; tokens are sampled with sample.py's defaults. A
 line has the tokens a second of all samples together, the median and the 99th percentile of the milliseconds from one
-token to the next, the share of the GPU's bandwidth that one read of the weights and the state a token takes, and the
-allocated memory. --plot draws the time of a token over the context, in training and in generation of one text, from
-what bench.train and this program have written with --json.
+token to the next, and the allocated memory. --plot draws the time of a token over the context, in training and in
+generation of one text, from what bench.train and this program have written with --json.
 """
 
 import gc
@@ -44,7 +43,6 @@ LABELS = {  # of the picture
 }
 SWITCH_OVER = 512  # tokens, fewer than any context that is measured, so that each has a state
 WARM_UP = 200
-BANDWIDTH = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.0e12}  # bytes per second of a plain copy
 PREFILL, LONG_PREFILL = 65536, 2**20  # tokens
 NAMES = ["transformers_dynamic", "transformers_static", *VARIANTS]
 COLUMNS = {  # key of a row -> (title, place, format)
@@ -54,13 +52,11 @@ COLUMNS = {  # key of a row -> (title, place, format)
     "tokens_per_second": ("tokens/s", ">9", ",.0f"),
     "p50": ("p50 ms", ">8", ".3f"),
     "p99": ("p99 ms", ">8", ".3f"),
-    "share": ("share", ">6", ".0%"),
     "allocated_mb": ("MB", ">8", ",.0f"),
 }
 PREFILL_COLUMNS = {
     "name": ("name", "<22", "s"),
     "prefill_tokens_per_second": ("prompt tokens/s", ">15", ",.0f"),
-    "forward_tokens_per_second": ("forward pass tokens/s", ">21", ",.0f"),
     "prefill_gb": ("GB", ">6", ".2f"),
     "long_prefill_gb": ("longer, GB", ">10", ".2f"),
 }
@@ -82,11 +78,7 @@ def measure_ours(settings, batch, context, tokens, state_dtype):
         times = [time.perf_counter()]
         for _ in decoder.tokens(tokens):
             times.append(time.perf_counter())
-    row = summarize(times, batch) | dict(allocated_mb=torch.cuda.memory_allocated() / 1e6)
-    if bandwidth := BANDWIDTH.get(torch.cuda.get_device_name()):
-        weights = 2 * sum(p.numel() for p in model.parameters())
-        row["share"] = (weights + decoder.bytes()) / bandwidth * row["tokens_per_second"] / batch
-    return row
+    return summarize(times, batch) | dict(allocated_mb=torch.cuda.memory_allocated() / 1e6)
 
 
 def measure_transformers(cache, batch, context, tokens):
@@ -122,7 +114,7 @@ def summarize(times, batch):
 
 
 def measure_prefill(settings):
-    """Return tokens a second of reading a prompt of PREFILL tokens, and of a forward pass on it, and peaks of memory.
+    """Return tokens a second of reading a prompt of PREFILL tokens, and peaks of memory.
 
     The peaks are the allocated GB while this prompt is read, and while one of LONG_PREFILL tokens is read.
     """
@@ -132,28 +124,14 @@ def measure_prefill(settings):
     def read(n):
         model.read(ids[:, :n], model.empty_state(1), PIECE["cuda"])
 
-    def forward(n):
-        model.logits(model.hidden(ids[:, :n])[0][:, -1])
-
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
-        speeds = [1000 * PREFILL / prefill_milliseconds(run) for run in (read, forward)]
+        duration = median([milliseconds(partial(read, PREFILL)) for _ in range(6)][2:])  # two calls do not count
         peaks = []
         for n in (PREFILL, LONG_PREFILL):
             torch.cuda.reset_peak_memory_stats()
             read(n)
             peaks.append(torch.cuda.max_memory_allocated() / 1e9)
-    return dict(
-        prefill_tokens_per_second=speeds[0],
-        forward_tokens_per_second=speeds[1],
-        prefill_gb=peaks[0],
-        long_prefill_gb=peaks[1],
-    )
-
-
-def prefill_milliseconds(run):
-    """Return the median milliseconds of run(PREFILL), after two calls that do not count."""
-    call = partial(run, PREFILL)
-    return median([milliseconds(call) for _ in range(6)][2:])
+    return dict(prefill_tokens_per_second=1000 * PREFILL / duration, prefill_gb=peaks[0], long_prefill_gb=peaks[1])
 
 
 def measure(name, batch, context, args):
