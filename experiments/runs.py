@@ -71,8 +71,8 @@ class Run:
     def find(self, records):
         """Return the record with these settings on this dataset, or None."""
         for record in records.values():
-            same = RECIPE | record["settings"] == RECIPE | self.settings  # older records have fewer settings
-            if same and record["corpus"]["name"] == os.path.basename(self.dataset):
+            equal = RECIPE | record["settings"] == RECIPE | self.settings  # older records have fewer settings
+            if equal and record["corpus"]["name"] == os.path.basename(self.dataset):
                 return record
 
 

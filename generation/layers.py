@@ -133,7 +133,7 @@ class CachedLayer:
         self.parts = decode_cache.parts_of_cache(b.B * c.n_head, C)
 
     def capacity(self, state, tokens_left):
-        """Return how many tokens the cache has room for, those of a LayerState among them."""
+        """Return how many tokens the cache has room for, including the tokens of a LayerState."""
         b, D, n = self.buffers, self.buffers.config.head_dim, state.cached_tokens
         self.limit = state.switch_over_limit(self.p, D, D, b.dtype.itemsize)
         return int(max(n, min(self.limit, n + tokens_left)))

@@ -47,7 +47,7 @@ def save_state(path, model, logits, state, run=""):
 
 
 def find_run(path):
-    """Return the folder of the run whose model read the text of a state file; "" if the file does not say."""
+    """Return the folder of the run that read the text of a state file; "" if the file does not say."""
     try:
         with safe_open(path, "pt") as file:
             return str(json.loads(file.metadata()["description"])["run"])

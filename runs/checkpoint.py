@@ -308,7 +308,7 @@ def run_of(path):
 
 
 def settings(run, folder=None):
-    """Return the settings that a run was trained with, from its config.json, those of the model with later defaults.
+    """Return the contents of a run's config.json. Settings of the model that it lacks have their defaults.
 
     folder: a checkpoint, which must name the same settings of the model. Raises DataError if config.json cannot be
     read, is of another version, or differs from the checkpoint.

@@ -8,7 +8,7 @@
 
 A model with another attention takes all weights that it has by the same name: embeddings, q, k, v, output, MLP and
 norms. An attention's own weights (gates, the speed of a rotation, the network of adaptive powers) stay as the new model
-made them, and so do weights that no layer of the source has, such as those of a QK-norm that was added to model.py.
+made them, and so do weights that no layer of the source has, such as a QK-norm that was added to model.py.
 GPT-2's table of positions is left out where the model rotates.
 """
 
