@@ -8,7 +8,6 @@ import json
 import os
 import re
 from contextlib import contextmanager
-from itertools import pairwise
 
 from . import DataError, describe_error, need
 from .files import read_json
@@ -151,7 +150,9 @@ def tokenizers_json(tokenizer):
 
     in_words = tokenizer.kind == "bpe"  # GPT-2's; bytes stand alone
     ranks = tokenizer.encoding._mergeable_ranks if in_words else {bytes([byte]): byte for byte in range(256)}
-    merges = [tuple(map(write, _halves(token, rank, ranks))) for token, rank in ranks.items() if len(token) > 1]
+    # tiktoken merges two tokens by the rank of what they come to, whatever they are
+    halves = sorted((rank, token[:i], token[i:]) for token, rank in ranks.items() for i in range(1, len(token)))
+    merges = [(write(a), write(b)) for _, a, b in halves if a in ranks and b in ranks]
     vocabulary = {write(token): rank for token, rank in ranks.items()}
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=in_words)
     written = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
@@ -162,15 +163,3 @@ def tokenizers_json(tokenizer):
     if written.token_to_id(end) != tokenizer.eot or written.encode(SAMPLE).ids != ids:
         raise DataError("this tokenizer cannot be written for the package tokenizers: its words are not GPT-2's")
     return written.to_str(), end
-
-
-def _halves(token, rank, ranks):
-    """Return the two tokens that the merge of this rank joins to `token`, as merges of lower ranks leave them."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pairs = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
-        i = min(range(len(pairs)), key=pairs.__getitem__)
-        if pairs[i] >= rank:
-            raise DataError(f"the vocabulary has no merges that lead to {token!r}")
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return parts
