@@ -179,12 +179,9 @@ def load_tokenizer(folder):
                     special_tokens=saved["special_tokens"],
                 )
             return Tokenizer(kind, encoding, saved["json_escaped"])
-    except FileNotFoundError as error:
-        path = error.filename
-        raise DataError(f"{path} is missing: prepare the dataset again, or copy its tokenizer files here") from None
-    except DataError as error:
-        remedy = ": prepare the dataset again, or copy the files from it" if " is damaged" in str(error) else ""
-        raise DataError(f"{error}{remedy}") from error
+    except (FileNotFoundError, DataError) as error:
+        problem = f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else error
+        raise DataError(f"{problem}: prepare the dataset again, or copy its tokenizer files here") from error
 
 
 def _checksum(description, vocabulary):

@@ -38,10 +38,9 @@ class Zarr:
             raise DataError(f"cannot open {url} as a zarr array {reason}: give another copy as --source") from error
         shape, dtype = self.array.shape, self.array.dtype
         if len(shape) != 2 or shape[1] != length or dtype != np.uint16 or self.array.shards or count > 10**7:
-            kind = "sharded " if self.array.shards else ""
             raise DataError(
                 f"{url} must be uint16 [documents, {length}] in plain chunks, at most 10,000,000 of them, "
-                f"got {kind}{dtype} {list(shape)}"
+                f"got {dtype} {list(shape)}, shards {self.array.shards}"
             )
         self.documents = shape[0]
         self.chunk_rows, self.chunk_columns = self.array.chunks
