@@ -152,11 +152,11 @@ def measure(name, batch, context, args):
 def plot_costs(training, generation, png):
     """Draw the time of a token over the context, from the rows of bench/train.py and of this program for one text."""
     training = [row for row in training if "step_ms" in row]
-    points = [(row["attention"], row["context"], 1e6 / row["tokens_per_second"]) for row in training]
+    steps = [(row["attention"], row["context"], 1e6 / row["tokens_per_second"]) for row in training]
     texts = [(row["name"], row["context"], row["p50"]) for row in generation if "p50" in row and row["batch"] == 1]
     panels = []
     for ylabel, points, title in (
-        ("microseconds a token", points, "In training softmax's time grows with the context (124M parameters)."),
+        ("microseconds a token", steps, "In training softmax's time grows with the context (124M parameters)."),
         ("milliseconds a token", texts, "In generation it grows with the text before (one text)."),
     ):
         lines = {label: sorted(point[1:] for point in points if point[0] == name) for name, label in LABELS.items()}
