@@ -36,17 +36,10 @@ from .operator.arguments import (
     check_tensors,
     warn_of_heads_first,
 )
-from .operator.dispatch import Problem, packed_chunk_size, plan
+from .operator.dispatch import Problem, plan
 from .operator.forms import PowerState, accumulation_dtype
 from .operator.memory import check_chunks_fit, check_state_fits
-from .operator.sequences import (
-    make_slots,
-    read_lengths,
-    reset_gates,
-    sequence_lengths,
-    split_tokens,
-    typical_length,
-)
+from .operator.sequences import read_lengths, reset_gates, sequence_lengths, split_tokens, typical_length
 
 
 @warn_of_heads_first
@@ -72,8 +65,9 @@ def power_attention(
 
     cu_seqlens [N + 1], int32 or int64, on q's device: B is 1, and the tokens belong to N packed sequences, as for
     FlashAttention; sequence i has the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, perhaps none, and sees no other.
-    A state, initial or returned, then has N sequences. The first call with a cu_seqlens waits for the GPU, to read it;
-    under torch.compile and in a CUDA graph its values are neither read nor checked.
+    A state, initial or returned, then has N sequences, which are computed one by one. The first call with a cu_seqlens
+    waits for the GPU, to read it. Without states its values are neither read nor checked under torch.compile and in a
+    CUDA graph; with states they break the graph of the first and cannot be captured in the second.
 
     Returns y [B, n, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor, also by
     torch.func.grad and vmap (on the GPU kernels once; NotImplementedError for a second derivative and forward mode).
@@ -146,10 +140,10 @@ def _attend_to_batch(tensors, *, p, form, chunk_size, initial_state, return_stat
     return _attend(tensors, chosen, p=p, initial_state=initial_state, return_state=return_state)
 
 
-def _attend(tensors, chosen, *, p, initial_state=None, return_state=False, first_chunks=None):
+def _attend(tensors, chosen, *, p, initial_state=None, return_state=False):
     """Return y and the PowerState after all tokens, or None, computed as the Plan `chosen` says.
 
-    tensors are q, k, v and log_g, in `Slots` with these first_chunks if they hold packed sequences.
+    tensors are q, k, v and log_g.
     """
     q, k, v, log_g = tensors
     (B, n), T = q.shape[:2], k.shape[1]
@@ -163,9 +157,7 @@ def _attend(tensors, chosen, *, p, initial_state=None, return_state=False, first
         if n < T:  # the state of the tokens without a query comes first
             earlier, tokens = split_tokens(tokens, (T - n, n))
             state = operators.chunked_state(*earlier, *state, **sizes)
-        y, S, z = operators.chunked_attention(
-            q, *tokens, *state, **sizes, final=return_state, first_chunks=first_chunks
-        )
+        y, S, z = operators.chunked_attention(q, *tokens, *state, **sizes, final=return_state)
         return y, PowerState(S, z)
     if initial_state is None:
         y = operators.quadratic_attention(q, k, v, gates, p=p)
@@ -180,30 +172,21 @@ def _attend(tensors, chosen, *, p, initial_state=None, return_state=False, first
 def _attend_to_sequences(tensors, cu_seqlens, *, p, form, chunk_size, initial_state, return_state):
     """Return y and the PowerState of each sequence, or None, as `power_attention` does with cu_seqlens.
 
-    tensors are q, k, v and log_g. sequences.py describes the three ways.
+    tensors are q, k, v and log_g. sequences.py describes the two ways.
     """
     q, k, v, log_g = tensors
-    (T, Hkv, E), D, N, has_state = v.shape[1:], q.shape[3], cu_seqlens.shape[0] - 1, initial_state is not None
-    lengths, states = sequence_lengths(cu_seqlens, T), has_state or return_state
-    gated = log_g is not None or not has_state  # resets are gates
-    problem = Problem(typical_length(lengths, T, N), D, E, p, q.dtype, q.device, gated)
-    chosen = plan(problem, form, chunk_size, initial_state=has_state, return_state=return_state)
-    on_chunks = chosen.on_kernels and chosen.form == "chunked"
-    if on_chunks:
-        chosen = chosen._replace(chunk_size=packed_chunk_size(problem, T, chunk_size, lengths, slots=states))
-    if not states and (chosen.on_kernels or lengths is None):
-        return _attend((q, k, v, reset_gates(log_g, cu_seqlens, k)), chosen, p=p)
-    if states:
+    (T, Hkv, E), D, N = v.shape[1:], q.shape[3], cu_seqlens.shape[0] - 1
+    lengths = sequence_lengths(cu_seqlens, T)
+    if initial_state is not None or return_state:
         check_state_fits(N * Hkv, D, E, p, accumulation_dtype(q), q.device)
-    options = dict(p=p, initial_state=initial_state, return_state=return_state)
-    if not on_chunks:
-        lengths = lengths or read_lengths(cu_seqlens)
-        return _attend_one_by_one(tensors, lengths, form=form, chunk_size=chunk_size, **options)
-    slots = make_slots(cu_seqlens, lengths, T, chosen.chunk_size)
-    tensors = q, k, v, log_g if has_state else reset_gates(log_g, cu_seqlens, k)
-    tensors = [None if x is None else slots.fill(x) for x in tensors]
-    y, state = _attend(tensors, chosen, **options, first_chunks=slots.first_chunks)
-    return slots.take(y), state
+    else:
+        problem = Problem(typical_length(lengths, T, N), D, E, p, q.dtype, q.device, gated=True)  # resets are gates
+        chosen = plan(problem, form, chunk_size)
+        chosen = plan(problem._replace(T=T), chosen.form, chunk_size)
+        if chosen.on_kernels or lengths is None:
+            return _attend((q, k, v, reset_gates(log_g, cu_seqlens, k)), chosen, p=p)
+    options = dict(form=form, chunk_size=chunk_size, initial_state=initial_state, return_state=return_state)
+    return _attend_one_by_one(tensors, lengths or read_lengths(cu_seqlens), p=p, **options)
 
 
 def _attend_one_by_one(tensors, lengths, *, p, initial_state, return_state, **options):

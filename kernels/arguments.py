@@ -97,16 +97,6 @@ def check_state(S, z, B, HKV, D, E, p):
     check("z", z, (B, HKV, Dphi))
 
 
-def check_first_chunks(first_chunks, B):
-    """Raise ValueError unless first_chunks is None or [N + 1] int32 with N at least 1, for one sequence of tokens."""
-    if first_chunks is None:
-        return
-    if first_chunks.dtype != torch.int32 or first_chunks.ndim != 1 or len(first_chunks) < 2:
-        raise ValueError(f"first_chunks must be int32 [N + 1], got {described(first_chunks)}")
-    if B != 1:
-        raise ValueError(f"packed sequences need a batch of 1 (and no vmap), got {B}")
-
-
 def check_pair(S_name, S, z_name, z):
     """Raise ValueError if only one of the two parts of a state is given."""
     if (S is None) != (z is None):

@@ -9,8 +9,6 @@ The choice depends on T, D, p and gates alone, so it is the same on every rank. 
 on an H200 in bfloat16; other GPUs differ more in speed than in these ratios. `bench.attention --fit_cost` fits them.
 """
 
-from functools import lru_cache
-
 # head dimension -> (a, b), with gates, p = 2 or 4
 QUADRATIC = {16: (0.96, 0.00068), 32: (1.05, 0.00084), 64: (1.12, 0.00113), 128: (2.33, 0.00190)}
 UNGATED = 0.83  # the quadratic form's cost without gates, as a fraction of that with gates
@@ -43,18 +41,6 @@ def best_size(D, p, gated=True):
 def chunk_size(T, D, p, gated=True):
     """Return the tokens of a chunk for T tokens: a multiple of 128, at most T rounded up to one."""
     return min(best_size(D, p, gated), -(-T // 128) * 128)
-
-
-@lru_cache(maxsize=64)
-def packed_chunk_size(lengths, D, p, gated=True):
-    """Return the tokens of a chunk for packed sequences of these lengths, a tuple.
-
-    Each sequence begins with a chunk. The result is the longest that costs at most 3% more than the cheapest, padding
-    counted, and at most `best_size`.
-    """
-    sizes = [C for C in SIZES if C <= best_size(D, p, gated)]
-    costs = [sum(max(1, -(-n // C)) for n in lengths) * C * chunked_ns(C, C, D, p, gated) for C in sizes]
-    return [C for C, cost in zip(sizes, costs) if cost <= 1.03 * min(costs)][-1]
 
 
 def crossing(D, p, gated=True):

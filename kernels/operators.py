@@ -22,7 +22,6 @@ from .arguments import (
     check,
     check_chunks,
     check_device,
-    check_first_chunks,
     check_power,
     check_qkv,
     check_rows,
@@ -151,7 +150,7 @@ def chunked_state(k, v, log_g=None, S=None, z=None, *, p, chunk):
     return chunked_attention(k.detach(), k, v, log_g, S, z, p=p, chunk=chunk, final=True)[1:]
 
 
-def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=False, first_chunks=None):
+def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=False):
     """Return power attention in the chunked form, (y, S, z), differentiable in every tensor.
 
     q [B, T, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E] bfloat16 or float32, log_g [B, T, Hkv] float32 or None, any
@@ -159,20 +158,15 @@ def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=Fa
     both, and p are one of kernels.CHUNKED_SIZES. S [B, Hkv, Dphi, E] and z [B, Hkv, Dphi] float32: the state before the
     first token, or None. chunk: tokens, a multiple of 128. The S and z returned are the state after the last token,
     empty unless `final`. Raises ValueError for arguments that do not fit.
-
-    first_chunks [N + 1] int32, on the same GPU: B is 1, and the tokens belong to N packed sequences. Sequence i has
-    the chunks first_chunks[i] up to first_chunks[i + 1], at least one; q, k, v and log_g are zero in the padding of its
-    last chunk. S and z have N sequences. Without S and z, the log_g of each sequence's first token should be -inf.
     """
     _check_chunked(q, k, v, log_g, p, chunk)
     D, E = q.shape[3], v.shape[3]
-    check_first_chunks(first_chunks, q.shape[0])
-    check_state(S, z, _sequences(q, first_chunks), k.shape[2], D, E, p)
-    check_device(q, S=S, z=z, first_chunks=first_chunks)
+    check_state(S, z, q.shape[0], k.shape[2], D, E, p)
+    check_device(q, S=S, z=z)
     q, k, v = to_width("chunked", q, k, v)
     if S is not None:
         S, z = widen_state(S, z, D, q.shape[3], p)
-    y, S, z, _ = _chunked(q, k, v, log_g, S, z, first_chunks, None, p, chunk, final, None)
+    y, S, z, _ = _chunked(q, k, v, log_g, S, z, None, p, chunk, final, None)
     return y[..., :E], *(narrow_state(S, z, D, E, p) if final else (S, z))
 
 
@@ -190,7 +184,7 @@ def chunked_attention_of_piece(q, k, v, log_g, decay, ranks, *, p, chunk):
     _check_chunked(q, k, v, log_g, p, chunk)
     check_device(q, decay=decay)
     E = v.shape[3]
-    return _chunked(*to_width("chunked", q, k, v), log_g, None, None, None, decay, p, chunk, False, ranks)[0][..., :E]
+    return _chunked(*to_width("chunked", q, k, v), log_g, None, None, decay, p, chunk, False, ranks)[0][..., :E]
 
 
 def _check_chunked(q, k, v, log_g, p, chunk):
@@ -202,24 +196,22 @@ def _check_chunked(q, k, v, log_g, p, chunk):
 
 @torch.library.custom_op("sympow::chunked", mutates_args=())
 def _chunked_operator(
-    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, S0: Tensor | None, z0: Tensor | None,
-    first_chunks: Tensor | None, decay: Tensor | None, p: int, chunk: int, final: bool, ranks: int | None,
+    q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, S0: Tensor | None, z0: Tensor | None, decay: Tensor | None,
+    p: int, chunk: int, final: bool, ranks: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Return y, S, z, and the tensors that `chunked.backward` needs."""
     y, saved, last = chunked.forward(
         q, k, v, log_g, None if S0 is None else chunked.from_canonical(S0, z0, p), p=p, chunk=chunk, final=final,
-        first_chunks=first_chunks, exchange=_exchange(ranks, decay, False, q, p),
+        exchange=_exchange(ranks, decay, False, q, p),
     )  # fmt: skip
-    sequences, D = _sequences(q, first_chunks), q.shape[3]
-    S, z = chunked.to_canonical(*last, sequences, D, p) if final else (_empty(q, 0), _empty(q, 0))
+    S, z = chunked.to_canonical(*last, q.shape[0], q.shape[3], p) if final else (_empty(q, 0), _empty(q, 0))
     return y, S, z, [_empty(q, 0) if x is None else x for x in saved]
 
 
 @_chunked_operator.register_fake
-def _(q, k, v, log_g, S0, z0, first_chunks, decay, p, chunk, final, ranks):
-    has_state, packed = S0 is not None or final or ranks is not None, first_chunks is not None
-    saved = _empty_saved(q, k, p, chunk, chunked.reflects(q.dtype, has_state, packed))
-    return empty_like(q), *_empty_state(q, k.shape[2], p, first_chunks, final), saved
+def _(q, k, v, log_g, S0, z0, decay, p, chunk, final, ranks):
+    saved = _empty_saved(q, k, p, chunk, chunked.reflects(q.dtype, S0 is not None or final or ranks is not None))
+    return empty_like(q), *_empty_state(q, k.shape[2], p, final), saved
 
 
 def _empty_saved(q, k, p, chunk, mirrored):
@@ -243,46 +235,43 @@ def _empty_saved(q, k, p, chunk, mirrored):
 @torch.library.custom_op("sympow::chunked_backward", mutates_args=())
 def _chunked_backward_operator(
     dy: Tensor, dS: Tensor | None, dz: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, y: Tensor,
-    first_chunks: Tensor | None, decay: Tensor | None, saved: list[Tensor], p: int, chunk: int, ranks: int | None,
-    initial: bool, needs: list[bool],
+    decay: Tensor | None, saved: list[Tensor], p: int, chunk: int, ranks: int | None, initial: bool, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     final = None if dS is None else chunked.from_canonical(dS, dz, p)
     needs_state = needs[4] or needs[5]
     *grads, first = chunked.backward(
-        dy, q, k, v, log_g, y, saved, final, initial or ranks is not None, p=p, chunk=chunk, first_chunks=first_chunks,
+        dy, q, k, v, log_g, y, saved, final, initial or ranks is not None, p=p, chunk=chunk,
         needs=(*needs[:4], needs_state), exchange=_exchange(ranks, decay, True, q, p),
     )  # fmt: skip
-    sequences, D = _sequences(q, first_chunks), q.shape[3]
-    grads += chunked.to_canonical(*first, sequences, D, p) if needs_state else (None, None)
+    grads += chunked.to_canonical(*first, q.shape[0], q.shape[3], p) if needs_state else (None, None)
     return asked(grads, needs)
 
 
 @_chunked_backward_operator.register_fake
-def _(dy, dS, dz, q, k, v, log_g, y, first_chunks, decay, saved, p, chunk, ranks, initial, needs):
-    return asked((*_empty_grads(q, k, v, log_g), *_empty_state(q, k.shape[2], p, first_chunks, initial)), needs)
+def _(dy, dS, dz, q, k, v, log_g, y, decay, saved, p, chunk, ranks, initial, needs):
+    return asked((*_empty_grads(q, k, v, log_g), *_empty_state(q, k.shape[2], p, initial)), needs)
 
 
 def _save_chunked(ctx, inputs, output):
-    q, k, v, log_g, S0, _, first_chunks, decay = inputs[:8]
-    ctx.p, ctx.chunk, ctx.final, ctx.ranks = inputs[8:]
+    q, k, v, log_g, S0, _, decay, ctx.p, ctx.chunk, ctx.final, ctx.ranks = inputs
     y, _, _, saved = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*saved)
     ctx.initial = S0 is not None
-    ctx.save_for_backward(q, k, v, log_g, y, first_chunks, decay, *saved)
+    ctx.save_for_backward(q, k, v, log_g, y, decay, *saved)
 
 
 def _differentiate_chunked(ctx, dy, dS, dz, _):
-    q, k, v, log_g, y, first_chunks, decay, *saved = ctx.saved_tensors  # once: checkpointing refuses a second read
+    q, k, v, log_g, y, decay, *saved = ctx.saved_tensors  # once: checkpointing refuses a second read
     dy = q.new_zeros(()).expand(q.shape) if dy is None else dy
     if not ctx.final:
         dS = dz = None
     elif dS is not None or dz is not None:
-        zero_S, zero_z = _empty_state(q, k.shape[2], ctx.p, first_chunks)
+        zero_S, zero_z = _empty_state(q, k.shape[2], ctx.p)
         dS, dz = zero_S.zero_() if dS is None else dS, zero_z.zero_() if dz is None else dz
     needs, sizes = [*ctx.needs_input_grad[:6]], (ctx.p, ctx.chunk, ctx.ranks, ctx.initial)
-    grads = _chunked_backward(dy, dS, dz, q, k, v, log_g, y, first_chunks, decay, saved, *sizes, needs)
-    return *keep(grads, needs), *[None] * 6
+    grads = _chunked_backward(dy, dS, dz, q, k, v, log_g, y, decay, saved, *sizes, needs)
+    return *keep(grads, needs), *[None] * 5
 
 
 _chunked_backward = transformable_once(_chunked_backward_operator)
@@ -313,14 +302,9 @@ def _empty_grads(q, k, v, log_g):
     return *map(empty_like, (q, k, v)), None if log_g is None else empty_like(log_g, torch.float32)
 
 
-def _sequences(q, first_chunks):
-    """Return the number of sequences: the batch size, or the number of packed sequences."""
-    return q.shape[0] if first_chunks is None else first_chunks.shape[0] - 1
-
-
-def _empty_state(q, HKV, p, first_chunks, exists=True):
+def _empty_state(q, HKV, p, exists=True):
     """Return empty S [B, Hkv, Dphi, D] and z, or two tensors without entries."""
     if not exists:
         return _empty(q, 0), _empty(q, 0)
-    shape = _sequences(q, first_chunks), HKV, symmetric_power_dim(q.shape[3], p)
+    shape = q.shape[0], HKV, symmetric_power_dim(q.shape[3], p)
     return _empty(q, *shape, q.shape[3]), _empty(q, *shape)

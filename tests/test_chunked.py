@@ -387,7 +387,7 @@ def test_power_attention_runs_the_chunked_kernels(on_kernels, monkeypatch):
     monkeypatch.setattr(operators, "chunked_attention", lambda *a, **o: called.append(o) or real(*a, **o))
     (q, k, v, log_g), _ = inputs(300, "learned", DTYPES[0])
     y, state = power_attention(q, k, v, log_g, p=2, form="chunked", chunk_size=100, return_state=True)
-    assert called == [dict(p=2, chunk=128, final=True, first_chunks=None)]
+    assert called == [dict(p=2, chunk=128, final=True)]
     power_attention(q, k, v, log_g, p=2, initial_state=state)
     assert called[1]["chunk"] == 256
     monkeypatch.setattr(memory, "free_memory", lambda device: 10**5)

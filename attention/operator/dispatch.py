@@ -117,20 +117,6 @@ def kernel_chunk_size(T, W, p, chunk_size, gated):
     return min(-(-chunk_size // 128), -(-T // 128)) * 128
 
 
-def packed_chunk_size(problem, T, chunk_size, lengths, slots):
-    """Return the chunk size of the kernels for packed sequences of T tokens in all.
-
-    problem.T: their typical length; chunk_size: the caller's request; lengths: of the sequences, or None; slots: True
-    if each sequence begins with a chunk, as in sequences.py.
-    """
-    W = width("chunked", problem.dtype, index(problem.D), index(problem.E))
-    if slots and chunk_size is None:
-        if lengths:
-            return cost.packed_chunk_size(lengths, W, problem.p, problem.gated)
-        T = problem.T
-    return kernel_chunk_size(T, W, problem.p, chunk_size, problem.gated)
-
-
 def kernel_reason(form, device, dtype, D, E, p):
     """Return why the kernels of this form cannot be used on a device, or "". Warn once for each reason if it is a GPU.
 

@@ -2,20 +2,13 @@
 
     cu_seqlens = torch.tensor([0, 5, 5, 12], dtype=torch.int32)     # q [1, 12, H, D]: sequences of 5, 0 and 7 tokens
 
-There are three ways to compute them, and power.py chooses:
+There are two ways to compute them, and power.py chooses:
 
     resets       one sequence with zero gates (log_g = -inf) at each first token: no state is read or returned
-    slots        each sequence in a slot of whole chunks, with zeros behind it: states in and out, on the kernels
-
-      tokens     | 0 0 0 0 0 | 2 2 2 2 2 2 2 |
-      slots      | 0 0 0 0 : 0 . . . | . . . . | 2 2 2 2 : 2 2 2 . |      in chunks of 4 tokens
-                   ^ 0                 ^ 2       ^ 3                 ^ 5    first_chunks; an empty sequence has one too
-
-    one by one   a call for each sequence: states in and out, and everything else, in PyTorch
+    one by one   a call for each sequence: with states in or out, and in PyTorch
 """
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -96,39 +89,3 @@ def sequence_starts(cu_seqlens, T):
     """Return [1, T] bool, True at the first token of each sequence."""
     starts = torch.zeros(T + 1, dtype=torch.bool, device=cu_seqlens.device).index_fill(0, cu_seqlens.long(), True)
     return starts[None, :T]  # an empty sequence at the end would begin at T
-
-
-class Slots(NamedTuple):
-    """Where the tokens of packed sequences are if every sequence begins with a chunk."""
-
-    first_chunks: torch.Tensor  # [N + 1] int32, the first chunk of each sequence, and the end of the last
-    places: torch.Tensor | None  # [T] int64, the place of each token; None if tokens stay where they are
-    count: int  # of places, a multiple of the chunk
-
-    def fill(self, x):
-        """Return x [1, T, ..] in slots, [1, count, ..], with zeros between."""
-        if self.places is None:
-            return x
-        return x.new_zeros(1, self.count, *x.shape[2:]).index_copy(1, self.places, x)
-
-    def take(self, x):
-        """Return the T tokens of x [1, count, ..]; the inverse of `fill`."""
-        return x if self.places is None else x.index_select(1, self.places)
-
-
-def make_slots(cu_seqlens, lengths, T, chunk):
-    """Return the Slots for chunks of `chunk` tokens.
-
-    With lengths None there are as many chunks as any lengths may need; those behind the last sequence belong to none.
-    """
-    sizes = cu_seqlens.diff()
-    chunks = ((sizes + chunk - 1) // chunk).clamp(min=1)  # one for an empty sequence too
-    first_chunks = torch.nn.functional.pad(chunks.cumsum(0), (1, 0))
-    if lengths is None:
-        count = T // chunk + len(sizes)
-    elif all(n and n % chunk == 0 for n in lengths):
-        return Slots(first_chunks.int(), None, T)
-    else:
-        count = sum(max(1, -(-n // chunk)) for n in lengths)
-    shift = torch.repeat_interleave(first_chunks[:-1] * chunk - cu_seqlens[:-1], sizes, output_size=T)
-    return Slots(first_chunks.int(), torch.arange(T, device=cu_seqlens.device) + shift, count * chunk)

@@ -9,8 +9,7 @@ the state's largest entry,
     bound_{i+1} = G_i bound_i + bound of u_i / unit_x_i,
 
 into [2^14, 2^15). Kernels that read a state divide by unit_i. For p = 4, entries are also multiplied by the number of
-orders of their products, over 32, so that readers need not do it. Chunks may belong to several packed sequences. Then
-FIRST_CHUNK has the first chunk of each, and each has its own sum, initial and final state.
+orders of their products, over 32, so that readers need not do it.
 
     one program: N entries of the states of one sequence and head, one chunk after the other
 
@@ -22,7 +21,7 @@ FIRST_CHUNK has the first chunk of each, and each has its own sum, initial and f
     X, in       [B * Hkv, chunks, F]        float16    unit_x 2^15 / bound (`update_state`), or float32 in units of one
     X, out      the same                    the same   unit, for p = 4 times orders / 32; or float32 in units of one
     unit        [B * Hkv, chunks]           float32    a power of two, for p = 4 over 32
-    final       [B * Hkv, F]                float32    one: the state after all chunks; packed: B is their number
+    final       [B * Hkv, F]                float32    one: the state after all chunks
     dlog_decay  [B * Hkv, chunks, blocks]   float32    sums over N entries of G_i s_i FORWARD_STATES_i, for the gradient
                                                        to the gates (s_i are then gradients)
 
@@ -53,16 +52,6 @@ class Scale(NamedTuple):
 
 
 @triton.jit
-def _chunks_of(FIRST_CHUNK, n, HKV, bh):
-    """Return (the first chunk in an array [B * Hkv, n] of sequence and head bh, the number of its chunks)."""
-    if FIRST_CHUNK is None:
-        return bh * n, n
-    else:
-        first = tl.load(FIRST_CHUNK + bh // HKV)
-        return bh % HKV * n + first, tl.load(FIRST_CHUNK + bh // HKV + 1) - first
-
-
-@triton.jit
 def _load_orders(scale, entry, inside, FS, P: tl.constexpr, D: tl.constexpr):
     """Return the orders of entries of a state, for p = 4 over 32."""
     orders = tl.load(scale.orders + tl.where(entry < FS, entry // D, FS // D + entry - FS), mask=inside, other=0.0)
@@ -81,7 +70,7 @@ def _store_state(to, inside, state, bound, orders, UNIT, first, P: tl.constexpr)
     tl.store(UNIT, unit, first)
 
 
-@triton.jit(do_not_specialize=["n", "HKV", "F", "FS"])
+@triton.jit(do_not_specialize=["n", "F", "FS"])
 def discumsum_kernel(
     X,  # the sums, replaced by the states
     scale,  # a Scale; without units X is float32 in units of one
@@ -91,11 +80,9 @@ def discumsum_kernel(
     FORWARD_STATES,  # the forward pass's states, for DLOG_DECAY, or None
     FORWARD_UNIT,  # their units, or None
     DLOG_DECAY,
-    FIRST_CHUNK,  # the first chunk of each packed sequence, then the end of the last one; or None
     up,  # bound_x / 2^15
     bound_x,  # a bound of an entry of a sum, in units of unit_x
     n,  # chunks
-    HKV,
     F,
     FS,  # the number of entries of S; the entries of Z follow them
     P: tl.constexpr,
@@ -109,7 +96,7 @@ def discumsum_kernel(
     F = multiple_of(F, 64)
     blocks = tl.cdiv(F, N)
     bh, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    begin, n = _chunks_of(FIRST_CHUNK, n, HKV, bh)
+    begin = bh * n
     entry = block * N + tl.arange(0, N)
     inside = entry < F
     state = tl.zeros([N], tl.float32)
@@ -157,28 +144,20 @@ def discumsum_kernel(
 # ---- launchers
 
 
-def carry_states(
-    s, sums, unit_x, chunk_decay, initial=None, forward_states=None, reverse=False, final=False, first_chunks=None
-):
+def carry_states(s, sums, unit_x, chunk_decay, initial=None, forward_states=None, reverse=False, final=False):
     """Replace sums over chunks by the states before each (after each, with reverse), in place.
 
     sums: (S, Z), the S of `update_state` and for p = 2 the z of `prepare`; unit_x: the unit of S; chunk_decay: by
     `chunk_gates`; initial: (S, Z) as one state, or None; forward_states: the `States` of the forward pass if
     `dlog_decay` is needed, or None.
 
-    first_chunks [N + 1] int32: B is 1, and the chunks belong to N packed sequences. Sequence i has the chunks
-    first_chunks[i] up to first_chunks[i + 1], at least one. Then there are N initial and final states, and chunks
-    after the last sequence stay as they are.
-
     Returns (States, last, dlog_decay): last (S, Z) if `final`, dlog_decay of S and of Z if `forward_states`.
     """
     S, Z = sums
-    options = dict(reverse=reverse, final=final, first_chunks=first_chunks)
+    options = dict(reverse=reverse, final=final)
     S0, Z0 = initial or (None, None)
     forward_S, forward_unit, forward_Z = forward_states or (None, None, None)
     unit = empty(S, *S.shape[:2])
-    if first_chunks is not None:
-        unit.fill_(1)
     scale = Scale(unit_x, unit, None if S0 is None else S0.abs().amax(1), s.layout.orders)
     S_last, dlog_decay = discumsum(S, chunk_decay, S0, forward_S, forward_unit, scale, s, **options)
     Z_last = dlog_decay_z = None
@@ -189,7 +168,7 @@ def carry_states(
 
 def discumsum(
     X, chunk_decay, initial=None, forward_states=None, forward_unit=None, scale=Scale(), s=None, reverse=False,
-    final=False, first_chunks=None,
+    final=False,
 ):  # fmt: skip
     """Replace X [B * Hkv, chunks, F] by states, in place, and return (final, dlog_decay), each None if not requested.
 
@@ -199,12 +178,11 @@ def discumsum(
     N, warps, stages = DISCUMSUM[s is not None]
     N = min(N, triton.next_power_of_2(F))
     blocks = triton.cdiv(F, N)
-    sequences = BH if first_chunks is None else (first_chunks.shape[0] - 1) * BH
-    last = empty(X, sequences, F) if final else None
+    last = empty(X, BH, F) if final else None
     dlog_decay = None if forward_states is None else empty(X, BH, n, blocks)
     bound, FS, p, D = (s.bound, s.FS, s.p, s.D) if s else (1.0, F, 2, 64)
-    discumsum_kernel[(sequences * blocks,)](
-        X, scale, chunk_decay, initial, last, forward_states, forward_unit, dlog_decay, first_chunks,
-        bound / SUM_TOP, bound, n, BH, F, FS, P=p, D=D, N=N, REVERSE=reverse, STAGES=stages, num_warps=warps,
+    discumsum_kernel[(BH * blocks,)](
+        X, scale, chunk_decay, initial, last, forward_states, forward_unit, dlog_decay,
+        bound / SUM_TOP, bound, n, F, FS, P=p, D=D, N=N, REVERSE=reverse, STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return last, dlog_decay

@@ -52,19 +52,16 @@ def _load_gates(LOG_G, g_t, token, T):
 
 
 @triton.jit
-def _find_overlap(LOG_G, g_t, STARTS, begin, chunk, T):
+def _find_overlap(LOG_G, g_t, begin, chunk, T):
     """Return OVERLAP of a chunk: OVERLAP_TOKENS if the gates of the tokens before it forget, else 0."""
     log_g, reset = _load_gates(LOG_G, g_t, tl.maximum(begin - OVERLAP_TOKENS, 0) + tl.arange(0, OVERLAP_TOKENS), T)
     forgotten = (tl.sum(log_g, 0) < OVERLAP_DECAY) | (tl.sum(reset, 0) > 0)
-    if STARTS is not None:
-        forgotten = forgotten & (tl.load(STARTS + chunk) == 0)
     return tl.where((chunk > 0) & forgotten, OVERLAP_TOKENS, 0)
 
 
 @triton.jit(do_not_specialize=["g_b", "g_t", "g_h", "T", "CHUNK", "HKV"])
 def chunk_gates_kernel(
     LOG_G,
-    STARTS,  # int8: 1 for a chunk with which a packed sequence begins, or None
     DECAY_FROM_START,  # this and the next three are the results
     DECAY_TO_END,
     CHUNK_DECAY,
@@ -83,7 +80,7 @@ def chunk_gates_kernel(
     LOG_G += tl.cast(bh // HKV, tl.int64) * g_b + tl.cast(bh % HKV, tl.int64) * g_h
     DECAY_FROM_START, DECAY_TO_END = at_index(DECAY_FROM_START, bh, TP), at_index(DECAY_TO_END, bh, TP)
     begin, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, TP)
-    overlap = _find_overlap(LOG_G, g_t, STARTS, begin, chunk, T)
+    overlap = _find_overlap(LOG_G, g_t, begin, chunk, T)
     tl.store(OVERLAP + tl.program_id(0), overlap)
     total, resets = tl.zeros([], tl.float64), tl.zeros([], tl.int32)
     for start in range(begin, end, N):
@@ -193,24 +190,22 @@ def chunk_dlog_g_kernel(
 # ---- launchers
 
 
-def chunk_gates(log_g, s, first_chunks=None):
+def chunk_gates(log_g, s):
     """Return (DECAY_FROM_START, DECAY_TO_END, CHUNK_DECAY, OVERLAP) of the table above, or four None without log_g.
 
-    log_g [B, T, Hkv] float32, any strides, or None; s: `Sizes`; first_chunks: as for `operators.chunked_attention`.
+    log_g [B, T, Hkv] float32, any strides, or None; s: `Sizes`.
     """
     if log_g is None:
         return None, None, None, None
-    heads, starts = s.B * s.HKV, None
+    heads = s.B * s.HKV
     decay_from_start, decay_to_end, chunk_decay = (
         empty(log_g, heads, s.TP),
         empty(log_g, heads, s.TP),
         empty(log_g, heads, s.chunks),
     )
     overlap = empty(log_g, heads, s.chunks, dtype=torch.int32)
-    if first_chunks is not None:
-        starts = empty(log_g, s.chunks + 1, dtype=torch.int8).zero_().index_fill_(0, first_chunks.long(), 1)
     chunk_gates_kernel[(heads * s.chunks,)](
-        log_g, starts, decay_from_start, decay_to_end, chunk_decay, overlap, *log_g.stride(),
+        log_g, decay_from_start, decay_to_end, chunk_decay, overlap, *log_g.stride(),
         s.T, s.chunk, s.HKV, N=_block(s.chunk),
     )  # fmt: skip
     return decay_from_start, decay_to_end, chunk_decay, overlap

@@ -12,8 +12,8 @@ features. So every x_t, of queries and of keys, is first reflected at the plane 
 
 Rounding, relative to each feature, is then as fine as without a mean. u is made of the first chunk's keys: the rows of
 that chunk read no state, so no row depends on later keys. u is 0, and x_t stays as it came, unless |m|^2 is above the
-sum of the variances. There is no mirror if a state goes into or out of a call (these are not reflected), for packed
-sequences (each may have its own mean) and in float32.
+sum of the variances. There is no mirror if a state goes into or out of a call (these are not reflected), and in
+float32.
 
     name      shape            dtype
     mirror    [B * Hkv, D]     float32    u, a unit vector or 0
@@ -67,12 +67,9 @@ def reflected(x, u):
 # ---- launcher
 
 
-def reflects(dtype, states, packed):
-    """Return True if `passes.forward` reflects rows.
-
-    states: True if a state goes into or out of the call; packed: True for packed sequences.
-    """
-    return HALF[dtype] == torch.float16 and not states and not packed
+def reflects(dtype, states):
+    """Return True if `passes.forward` reflects rows; states: True if a state goes into or out of the call."""
+    return HALF[dtype] == torch.float16 and not states
 
 
 def key_mirror(s, k):

@@ -65,31 +65,27 @@ def bytes_needed(q, k, v, p, chunk, backward=True):
     return states * (2 if backward else 1) + rows + 4 * B * H * T * D * (not backward)
 
 
-def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, first_chunks=None, exchange=None):
+def forward(q, k, v, log_g=None, initial=None, *, p, chunk, final=False, exchange=None):
     """Return y [B, T, H, D], what `backward` needs, and the last state (S, Z) if `final`.
 
     The second is the tuple (l, S, unit_s, Z, mirror, *KEYS); mirror is None unless `reflects`.
 
     q [B, T, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; initial:
     (S, Z) float32 [B * Hkv, F] and [B * Hkv, D * D] in the kernels' layout (see `from_canonical`), or None; chunk:
-    tokens, a multiple of 128; D and p as in `Sizes`, which raises ValueError for too many tokens. first_chunks: of
-    packed sequences, see `carry_states`; then B is 1, and a state has as many rows as there are sequences.
+    tokens, a multiple of 128; D and p as in `Sizes`, which raises ValueError for too many tokens.
 
     exchange, in place of `initial`: a function of the state (S, Z) that these tokens give from zero. It begins to
     compute the initial state, and returns a function that returns it. Only the state is computed twice.
     """
     s = Sizes(q, k, p, chunk)
     with device_guard(q.device):
-        decay_from_start, decay_to_end, chunk_decay, overlap = chunk_gates(log_g, s, first_chunks)
-        has_state, packed = bool(initial or exchange) or final, first_chunks is not None
-        mirror = key_mirror(s, k) if reflects(q.dtype, has_state, packed) else None
+        decay_from_start, decay_to_end, chunk_decay, overlap = chunk_gates(log_g, s)
+        mirror = key_mirror(s, k) if reflects(q.dtype, bool(initial or exchange) or final) else None
         keys = prepare(s, k, v, decay=decay_to_end, mirror=mirror)
         sums = update_state(s, s.HKV, keys), keys.z
         if exchange:
             initial = exchange(*_last_state(s, sums, keys.unit_v, chunk_decay))()
-        states, last, _ = carry_states(
-            s, sums, keys.unit_v, chunk_decay, initial, final=final, first_chunks=first_chunks
-        )
+        states, last, _ = carry_states(s, sums, keys.unit_v, chunk_decay, initial, final=final)
         saved_keys = [getattr(keys, name) for name in KEYS]
         del keys
         queries = prepare(s, q, decay=decay_from_start, Z=states.Z, mirror=mirror)
@@ -106,13 +102,13 @@ def _last_state(s, sums, unit, chunk_decay, reverse=False):
 
 
 def backward(
-    dy, q, k, v, log_g, y, saved, final=None, has_initial_state=False, *, p, chunk, first_chunks=None,
-    needs=(True,) * 5, exchange=None,
+    dy, q, k, v, log_g, y, saved, final=None, has_initial_state=False, *, p, chunk, needs=(True,) * 5,
+    exchange=None,
 ):  # fmt: skip
     """Return dq, dk, dv, dlog_g (None without gates) and the gradient to the initial state (S, Z), or (None, None).
 
-    saved: the tuple that `forward` returned; final: the gradient (dS, dZ) to the last state, or None; first_chunks: as
-    for `forward`; needs: True for each of the five gradients that is needed, the others are None or not complete.
+    saved: the tuple that `forward` returned; final: the gradient (dS, dZ) to the last state, or None; needs: True for
+    each of the five gradients that is needed, the others are None or not complete.
 
     exchange, in place of `final`: a function of the gradient that these tokens alone give to the initial state. It
     begins to compute the gradient to the last state, and returns a function that returns it.
@@ -126,7 +122,7 @@ def backward(
     needs_keys = needs_k or needs_v or gated
     dlog_g, dstate = None, (None, None)
     with device_guard(q.device):
-        decay_from_start, decay_to_end, chunk_decay, overlap = chunk_gates(log_g, s, first_chunks)
+        decay_from_start, decay_to_end, chunk_decay, overlap = chunk_gates(log_g, s)
         quadratic_needs = (needs_q or gated, needs_keys, gated)
         dq, dk, dv, row = quadratic.backward(
             dy, None, q, k, v, log_g, y, l, p=p, chunk=chunk, overlap=overlap,
@@ -143,7 +139,7 @@ def backward(
         if needs_keys or needs_state:
             dlast = finish()
             dstates, dstate, dlog_decay = carry_states(
-                s, sums, unit_v, chunk_decay, dlast, states if gated else None, True, needs_state, first_chunks
+                s, sums, unit_v, chunk_decay, dlast, states if gated else None, True, needs_state
             )
         if needs_keys:
             keys, skip = _prepared_keys(s, saved, mirror, decay_to_end), s.chunks - 1 if dlast is None else -1
