@@ -69,8 +69,8 @@ def power_attention(
     waits for the GPU, to read it. Without states its values are neither read nor checked under torch.compile and in a
     CUDA graph; with states they break the graph of the first and cannot be captured in the second.
 
-    Returns y [B, n, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor, also by
-    torch.func.grad and vmap (on the GPU kernels once; NotImplementedError for a second derivative and forward mode).
+    Returns y [B, n, H, E] in q's dtype, or (y, PowerState) with return_state. Differentiable in every tensor (on
+    the GPU kernels once: NotImplementedError for a second derivative), also by torch.func, in PyTorch.
     Raises ValueError for arguments that do not fit, on a CPU also for a log_g above 0, and MemoryError for a state that
     does not fit. Warns once of more heads than tokens, unless there is one token: SDPA's [B, H, T, D] looks like that.
     """

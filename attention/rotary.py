@@ -64,7 +64,6 @@ def rotation_of(x, u, base):
 def rotate(x, cos, sin):
     """Return x [B, T, H, D] turned by the factors that `rotation_of` computed, in x's dtype."""
     # torch.compile makes one pass of it
-    without_kernel = torch.compiler.is_compiling() or cos.requires_grad or backend.transforms_active()
-    if without_kernel or pointwise_reason("rotary", x.device, x.dtype, x.shape[-1]):
+    if torch.compiler.is_compiling() or cos.requires_grad or pointwise_reason("rotary", x.device, x.dtype, x.shape[-1]):
         return naive.rotate(x.to(accumulation_dtype(x)), cos, sin).to(x.dtype)
     return backend.rotary().Rotation.apply(x, cos, sin)

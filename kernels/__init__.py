@@ -2,7 +2,7 @@
 
 operators      the door: power attention's quadratic and chunked form as torch operators
 arguments      what the public functions ask of their arguments; rows of any width for kernels of a few
-transforms     autograd, torch.func and torch.compile of the operators
+transforms     autograd and torch.compile of the operators
 quadratic/     passes, the launchers of the quadratic form, and its kernels: forward_kernel, dq_kernel, dkdv_kernel,
                key_scale_kernel, gates, tiles
 chunked/       passes, the chunked form forward and backward, and its kernels: prepare, products, mirror, gates,

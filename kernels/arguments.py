@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from . import CHUNKED_SIZES, DTYPES, POWERS, widest, width
 from .layout import positions_of_narrower, symmetric_power_dim
-from .transforms import transforms_active
 
 # ---- checks
 
@@ -144,12 +143,9 @@ def narrow_state(S, z, D, E, p):
 def positions_on_device(D, W, p, device):
     """Return `layout.positions_of_narrower` as a tensor on a device; torch.compile takes it as a constant."""
     key = D, W, p, device
-    if key in _positions:
-        return _positions[key]
-    made = torch.as_tensor(positions_of_narrower(D, W, p), device=device)
-    if not transforms_active():  # a tensor that is made within torch.func's transforms ends with them
-        _positions[key] = made
-    return made
+    if key not in _positions:
+        _positions[key] = torch.as_tensor(positions_of_narrower(D, W, p), device=device)
+    return _positions[key]
 
 
 positions_on_device._dynamo_marked_constant = True

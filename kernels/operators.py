@@ -7,8 +7,8 @@
     y = chunked_attention_of_piece(q, k, v, log_g, decay, ranks, p=2, chunk=1024)          # of a sequence over ranks
 
 The quadratic and the chunked form are one operator forward and one backward each, opaque to torch.compile: there is no
-graph break, and meta tensors give the shapes. They can be differentiated once, also by torch.func, and compute only the
-gradients that are needed. The public functions check their arguments (arguments.py) and take rows of any width up to
+graph break, and meta tensors give the shapes. They can be differentiated once, and compute only the gradients that
+are needed. The public functions check their arguments (arguments.py) and take rows of any width up to
 the kernels' largest. Every operator is written in the same order: the public functions, the operator and its fake, the
 backward operator and its fake, what is saved, how the gradient is computed.
 """
@@ -34,7 +34,7 @@ from .chunked import passes as chunked
 from .layout import symmetric_power_dim
 from .quadratic import passes as quadratic
 from .registry import registered
-from .transforms import asked, empty_like, keep, transformable, transformable_once
+from .transforms import asked, differentiable, differentiable_once, empty_like, keep
 
 # ---- quadratic form
 
@@ -134,8 +134,8 @@ def _differentiate_quadratic(ctx, dy, dl):
     return *keep(grads, needs), None, None, None
 
 
-_quadratic_backward = transformable_once(_quadratic_backward_operator)
-_quadratic = transformable(_quadratic_operator, _save_quadratic, _differentiate_quadratic)
+_quadratic_backward = differentiable_once(_quadratic_backward_operator)
+_quadratic = differentiable(_quadratic_operator, _save_quadratic, _differentiate_quadratic)
 
 
 # ---- chunked form
@@ -274,8 +274,8 @@ def _differentiate_chunked(ctx, dy, dS, dz, _):
     return *keep(grads, needs), *[None] * 5
 
 
-_chunked_backward = transformable_once(_chunked_backward_operator)
-_chunked = transformable(_chunked_operator, _save_chunked, _differentiate_chunked)
+_chunked_backward = differentiable_once(_chunked_backward_operator)
+_chunked = differentiable(_chunked_operator, _save_chunked, _differentiate_chunked)
 
 
 def _exchange(ranks, decay, reverse, q, p):

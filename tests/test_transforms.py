@@ -1,4 +1,4 @@
-"""What torch asks of the operators beside their numbers: torch.func, forward mode, and only the gradients asked for."""
+"""What torch asks of the operators beside their numbers: torch.func in PyTorch, and only the gradients asked for."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,10 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import DEVICE  # noqa: E402
 
-from sympow.kernels import arguments, operators  # noqa: E402
+from sympow.attention import heinsen  # noqa: E402
+from sympow.attention.operator import dispatch  # noqa: E402
+from sympow.attention.power import power_attention  # noqa: E402
+from sympow.kernels import operators  # noqa: E402
 from sympow.kernels.quadratic import passes as quadratic  # noqa: E402
 from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
 from sympow.kernels.layout import symmetric_power_dim  # noqa: E402
@@ -61,57 +64,49 @@ def gradients(loss, tensors, needs):
     return [x.grad for x in leaves]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_torch_func_gives_the_bits_of_autograd_and_of_samples_one_by_one(name):
-    loss, function, (first, *rest) = case(name)
-    dims = 1, *[None] * len(rest)
-    mapped = torch.stack((first, first.flip(1)), dim=1)
-    results = vmap(lambda *x: tuple(function(*x)), dims)(mapped, *rest)
-    per_sample = vmap(grad(loss, tuple(range(1 + len(rest)))), dims)(mapped, *rest)
-    of_sum = grad(lambda x: vmap(loss, dims)(x, *rest).sum())(mapped)
-    for i, sample in enumerate(mapped.unbind(1)):
-        expected = gradients(loss, [sample, *rest], [True] * len(dims))
-        assert all(torch.equal(y[i], r) for y, r in zip(results, function(sample, *rest), strict=True))
-        assert all(torch.equal(d[i], r) for d, r in zip(per_sample, expected, strict=True))
-        assert torch.equal(of_sum.select(1, i), expected[0])
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_forward_mode_and_second_derivatives_are_refused_in_one_line(name):
+def test_second_derivatives_are_refused_in_one_line(name):
     """On the meta device: what is refused depends on no number."""
     loss, _, (first, *rest) = case(name, "meta")
-    of_first = lambda x: loss(x, *rest)
     leaf = first.clone().requires_grad_()
-    twice = torch.stack([first] * 2)
-    refused = [
-        lambda: jvp(of_first, (first,), (first,)),
-        lambda: jvp(grad(of_first), (first,), (first,)),
-        lambda: vmap(lambda x: jvp(of_first, (x,), (x,)))(twice),
-        lambda: jvp(vmap(of_first), (twice,), (twice,)),
-        lambda: grad(lambda x: grad(of_first)(x).sum())(first),
-        lambda: torch.autograd.grad(of_first(leaf), leaf, create_graph=True)[0].sum().backward(),
-    ]
-    with torch.autograd.forward_ad.dual_level():
-        for x in (first, leaf):
-            with pytest.raises(NotImplementedError, match="no forward mode"):
-                of_first(torch.autograd.forward_ad.make_dual(x, first))
-        of_first(first)  # without a tangent there is nothing to refuse
-    for call in refused:
-        with pytest.raises(NotImplementedError, match="no (forward mode|second derivative)") as refusal:
-            call()
-        assert "\n" not in str(refusal.value) and "disable_kernels" in str(refusal.value)
+    with pytest.raises(NotImplementedError, match="no second derivative.*disable_kernels") as refusal:
+        torch.autograd.grad(loss(leaf, *rest), leaf, create_graph=True)[0].sum().backward()
+    assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("transform", [grad, vmap])
-def test_a_first_call_within_a_transform_leaves_nothing_of_it_behind(transform, monkeypatch):
-    monkeypatch.setattr(arguments, "_positions", {})
-    loss, _, (first, *rest) = case("chunked", "meta")
-    of_first = lambda x: loss(x, *rest)
-    transform(of_first)(first if transform is grad else torch.stack([first] * 2))
-    with pytest.raises(NotImplementedError, match="no forward mode"):
-        jvp(of_first, (first,), (first,))
-    of_first(first)
-    assert not any(map(torch._C._functorch.is_functorch_wrapped_tensor, arguments._positions.values()))
+def attend(q, k, v, log_g):
+    """Compute power attention with a state and Heinsen's attention."""
+    y, (S, z) = power_attention(q, k, v, log_g, p=2, form="chunked", chunk_size=16, return_state=True)
+    return y.sum() + S.sin().sum() + z.sin().sum() + heinsen.heinsen_attention(q, k, v).sin().sum()
+
+
+def test_transforms_are_computed_in_pytorch_on_every_device(monkeypatch):
+    """Where kernels would run otherwise."""
+    monkeypatch.setattr(dispatch, "unsupported_reason", lambda *sizes: "")
+    monkeypatch.setattr(dispatch, "failure", lambda *size: "")
+    reasons = []
+    problem = dispatch.Problem(4096, 64, 64, 2, torch.bfloat16, "cuda", gated=True)
+
+    def ask(x):
+        pointwise = dispatch.heinsen_kernel_reason("cuda", torch.bfloat16, torch.bfloat16, 64, 64)
+        reasons.append((dispatch.plan(problem).reason, pointwise))
+        return x
+
+    ask(torch.ones(2))
+    assert reasons.pop() == ("", "")
+    vmap(ask)(torch.ones(2)), grad(ask)(torch.ones(())), jvp(ask, (torch.ones(2),), (torch.ones(2),))
+    assert len(reasons) == 3 and all("computed in PyTorch" in reason for both in reasons for reason in both)
+
+
+def test_forward_mode_and_second_derivatives_in_pytorch_agree_with_reverse_mode():
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    tensors = make(1, 20, 2, 4), make(1, 20, 1, 4), make(1, 20, 1, 4), logsigmoid(make(1, 20, 1) + 2)
+    directions = tuple(make(*x.shape) for x in tensors)
+    along = lambda f: sum((d * t).sum() for d, t in zip(grad(f, (0, 1, 2, 3))(*tensors), directions))
+    assert torch.allclose(jvp(attend, tensors, directions)[1], along(attend))
+    of_gradient = lambda *x: grad(attend)(*x).sin().sum()
+    assert torch.allclose(jvp(of_gradient, tensors, directions)[1], along(of_gradient))
 
 
 @pytest.mark.parametrize("name", NAMES)

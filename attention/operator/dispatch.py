@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .backend import cost, symmetric_power_dim, unsupported_reason, unusable_machine, width
+from .backend import cost, symmetric_power_dim, transforms_active, unsupported_reason, unusable_machine, width
 from .check import Size, failure
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
@@ -159,6 +159,8 @@ def _reason(name, device, dtype, unsupported, size=None):
         return f"the tensors are on {device.type}"
     if dtype in (torch.float64, torch.float16):
         return f"{str(dtype).removeprefix('torch.')} is computed in PyTorch"
+    if transforms_active():
+        return "torch.func's transforms and forward mode are computed in PyTorch"
     reason = _disabled or unsupported(device) or (failure(size, device) if size else "")
     if reason and name:
         warn_once(f"{name} runs in plain PyTorch, not on its Triton kernels: {reason}")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..arguments import check, check_device, check_qkv, described, to_width
 from ..common import empty
-from ..transforms import empty_like, transformable, transformable_once
+from ..transforms import differentiable, differentiable_once, empty_like
 from . import passes
 
 NO_FEATURE = -1e30  # an entry of q and k that has no weight beside any other
@@ -103,8 +103,8 @@ def _differentiate(ctx, dy, dm, dS, dz, dL):
     return *grads, None, None, *state, None
 
 
-_heinsen_backward = transformable_once(_heinsen_backward_operator)
-_heinsen = transformable(_heinsen_operator, _save, _differentiate)
+_heinsen_backward = differentiable_once(_heinsen_backward_operator)
+_heinsen = differentiable(_heinsen_operator, _save, _differentiate)
 
 
 def _new_states(k, one_each):
