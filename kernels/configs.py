@@ -92,6 +92,7 @@ class Config(NamedTuple):
         return dict(num_warps=self.warps, num_stages=self.stages, **({"maxnreg": self.maxnreg} if self.maxnreg else {}))
 
 
+QUADRATIC = ("forward", "dq", "dkdv")  # the quadratic form's kernels
 STATES = {  # of bfloat16, for every class of GPUs
     "update_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 8, 2))],
     "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
@@ -142,9 +143,22 @@ def choose(kernel, q, p, gated=False, chunked=False):
 
 def find(kernel, dtype, D, p, gated, chunked, device):
     """Return the Config for `choose`'s sizes on a Gpu: from its entries in the table, from Hopper's, or from SAFE."""
-    entries, sizes = _table().get(name_in_table(device), {}), (kernel, dtype, D, p, gated)
-    entry = chunked and entries.get(key(*sizes, chunked)) or entries.get(key(*sizes))
-    return Config(*entry) if entry else safe(kernel, dtype, D, device)
+    sizes = entry(_table().get(name_in_table(device), {}), kernel, dtype, D, p, gated, chunked)
+    return Config(*sizes) if sizes else safe(kernel, dtype, D, device)
+
+
+def entry(entries, kernel, dtype, D, p, gated, chunked):
+    """Return the sizes that the entries of one GPU have for `choose`'s sizes, or None.
+
+    In the quadratic form's kernels an entry without chunks holds in chunks too, one without gates with gates too, and
+    one for a power for larger powers, unless there is an entry for these.
+    """
+    powers = range(p, 0, -2) if kernel in QUADRATIC else (p,)
+    for settings in ((gated, chunked), (gated, False), (False, False)):
+        for power in powers:
+            if sizes := entries.get(key(kernel, dtype, D, power, *settings)):
+                return sizes
+    return None
 
 
 def name_in_table(device):

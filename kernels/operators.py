@@ -253,7 +253,8 @@ def _(dy, dS, dz, q, k, v, log_g, y, decay, saved, p, chunk, ranks, initial, nee
 
 
 def _save_chunked(ctx, inputs, output):
-    q, k, v, log_g, S0, _, decay, ctx.p, ctx.chunk, ctx.final, ctx.ranks = inputs
+    *tensors, ctx.p, ctx.chunk, ctx.final, ctx.ranks = inputs
+    q, k, v, log_g, S0, _, decay = tensors
     y, _, _, saved = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*saved)

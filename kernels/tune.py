@@ -1,26 +1,20 @@
 """Measure tile sizes on the GPU at hand and write the best into the user's own table.
 
-    python -m sympow.kernels.tune                                        # or: make tune; some minutes
-    python -m sympow.kernels.tune --head_dim 64 --p 4 --dry_run
+    python -m sympow.kernels.tune               # or: make tune; some minutes
+    python -m sympow.kernels.tune --dry_run     # prints, writes nothing
 
-It prints a line for each kernel, head dimension, p and gates: the tile sizes that this GPU had until now and the chosen
-ones, with the milliseconds of a forward and a backward pass. Entries are written under the GPU's exact name. All other
-kernels of the pass have their safe sizes (configs.SAFE). A candidate is left out if it does not fit, does not compile,
-or does not give the result of the safe sizes, twice the same bits, in a short and in a long call. The others are timed
-in turns; of candidates within 1% of the fastest the first listed wins, so that tuning again changes little. Inputs are
-bfloat16: float32 has safe sizes alone.
+It prints a line for each kernel, head dimension, p and gates: the tile sizes until now and the chosen ones, with the
+milliseconds of both passes. The pass's other kernels have their safe sizes (configs.SAFE). A candidate is left out if
+it does not run, or does not give the result of the safe sizes, twice the same bits, in a short and a long call. Of
+candidates within 1% of the fastest the first listed wins. Inputs are bfloat16: float32 has safe sizes alone.
 """
 
 import argparse
 import contextlib
 import json
-import os
 import re
 import statistics
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -28,45 +22,28 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from . import CHUNKED_SIZES, HEAD_DIMS, POWERS, configs
-from .configs import Config
+from .configs import QUADRATIC, STATES, Config
 from .cost import best_size
+from .precompile import precompile
 
-QUADRATIC = ("forward", "dq", "dkdv")
-STATES = ("update_state", "query_state", "query_gradient")  # gates make no difference
 HEADS = 768  # times head dimension
 SHORT, LONG = (1, 1000), (3, 16384)  # sequences and tokens of a call; the last tile of the short one is not full
 TOLERANCE = 8e-3  # relative difference from the result of the safe sizes
 ROUNDS = 15  # times that a candidate is timed
-WORKERS = 16  # the most processes to compile in: each has a CUDA context of some 500 MB
-
-# kernel -> largest head dimension -> BM,BN,warps,stages[,maxnreg] beside the safe sizes, the plainer first
+# (kernel, largest head dimension) -> BM,BN,warps,stages[,maxnreg] beside the safe sizes, the plainer first
 CANDIDATES = {
-    "forward": {
-        64: "64,32,4,3 64,64,4,2 64,64,4,3 128,64,4,2 128,64,4,3 128,64,4,4 128,64,8,2 128,64,8,3 128,128,8,3",
-        128: "64,32,4,3 64,64,4,3 128,64,8,2 128,64,8,3 128,128,8,2 128,128,8,3",
-    },
-    "dq": {
-        64: "64,32,4,3 64,64,4,2 64,64,4,3 64,64,4,3,168 128,64,4,3 64,128,4,3",
-        128: "64,32,4,3 64,64,4,2 64,64,4,3 64,64,8,2 128,64,8,3",
-    },
-    "dkdv": {
-        64: "32,64,4,2 64,64,4,2 64,64,4,3 64,64,8,2 32,64,4,3,168 64,128,8,3",
-        128: "32,64,4,2 64,64,4,2 64,64,4,3 64,64,8,2 64,128,8,2",
-    },
-    "update_state": {
-        64: "64,64,4,3 64,64,4,4 64,128,4,2 64,128,4,3 64,128,4,3,168",
-        128: "64,32,8,3 64,64,8,2 64,64,4,2",
-    },
-    "query_state": {
-        32: "128,64,4,4 128,128,4,3 128,128,4,4 128,256,4,3 128,128,4,4,168",
-        64: "128,64,4,4 128,128,4,3 128,128,4,4 128,256,4,3",
-        128: "128,64,8,2 128,64,8,3 128,64,4,2",
-    },
-    "query_gradient": {
-        32: "128,64,4,2 128,64,4,3 128,64,4,5 128,128,4,3 128,128,4,4,168 128,256,4,3",
-        64: "128,64,4,2 128,64,4,3 128,64,4,5 128,128,4,3 128,256,4,3",
-        128: "128,64,8,1 128,64,8,2 64,64,4,3",
-    },
+    ("forward", 64): "64,32,4,3 64,64,4,2 64,64,4,3 128,64,4,2 128,64,4,3 128,64,4,4 128,64,8,2 128,64,8,3 128,128,8,3",
+    ("forward", 128): "64,32,4,3 64,64,4,3 128,64,8,2 128,64,8,3 128,128,8,2 128,128,8,3",
+    ("dq", 64): "64,32,4,3 64,64,4,2 64,64,4,3 64,64,4,3,168 128,64,4,3 64,128,4,3",
+    ("dq", 128): "64,32,4,3 64,64,4,2 64,64,4,3 64,64,8,2 128,64,8,3",
+    ("dkdv", 64): "32,64,4,2 64,64,4,2 64,64,4,3 64,64,8,2 32,64,4,3,168 64,128,8,3",
+    ("dkdv", 128): "32,64,4,2 64,64,4,2 64,64,4,3 64,64,8,2 64,128,8,2",
+    ("update_state", 64): "64,64,4,3 64,64,4,4 64,128,4,2 64,128,4,3 64,128,4,3,168",
+    ("update_state", 128): "64,32,8,3 64,64,8,2 64,64,4,2",
+    ("query_state", 64): "128,64,4,4 128,128,4,3 128,128,4,4 128,256,4,3 128,128,4,4,168",
+    ("query_state", 128): "128,64,8,2 128,64,8,3 128,64,4,2",
+    ("query_gradient", 64): "128,64,4,2 128,64,4,3 128,64,4,5 128,128,4,3 128,128,4,4,168 128,256,4,3",
+    ("query_gradient", 128): "128,64,8,1 128,64,8,2 64,64,4,3",
 }
 
 
@@ -87,15 +64,15 @@ def all_cases():
     sizes = [(D, p) for D in HEAD_DIMS for p in POWERS]
     cases = [Case(kernel, torch.bfloat16, D, p, gated) for D, p in sizes for kernel, gated in pairs]
     for D, p in CHUNKED_SIZES:
-        cases += [Case(kernel, torch.bfloat16, D, p, False) for kernel in STATES]
+        cases += [Case(kernel, torch.bfloat16, D, p, False) for kernel in STATES]  # gates make no difference
         cases += [Case(kernel, torch.bfloat16, D, p, gated, True) for kernel, gated in pairs]
     return cases
 
 
 def candidates(case, device="cuda"):
     """Return the safe Config of a case and then the others."""
-    text = next(text for D, text in CANDIDATES[case.kernel].items() if case.D <= D)
-    sizes = [Config(*map(int, numbers.split(","))) for numbers in text.split()]
+    texts = CANDIDATES[case.kernel, 64 if case.D <= 64 else 128].split()
+    sizes = [Config(*map(int, numbers.split(","))) for numbers in texts]
     if case.kernel == "query_gradient" and case.p == 2:
         sizes = [config for config in sizes if config.BN == 64]  # it is not used
     first = configs.safe(case.kernel, case.dtype, case.D, configs.gpu(torch.device(device)))
@@ -112,19 +89,17 @@ def make_passes(case, B, T, device="cuda"):
     """Return a function that computes the form of a case, forward and backward, and returns y and the gradients."""
     from .operators import chunked_attention, quadratic_attention
 
-    H, p, gated = HEADS // case.D, case.p, case.gated
+    H, p, log_g = HEADS // case.D, case.p, None
     torch.manual_seed(0)
     q, k, v = torch.randn(B, T, 3 * H, case.D, device=device, dtype=case.dtype).split(H, dim=2)  # as from a projection
-    dy, log_g = torch.randn(B, T, H, case.D, device=device, dtype=case.dtype), None
-    if gated:
+    dy = torch.randn(B, T, H, case.D, device=device, dtype=case.dtype)
+    if case.gated:
         log_g = logsigmoid(6.9 + torch.randn(B, T, H, device=device))
-    chunk = min(best_size(case.D, p, gated), max(1, T // 512) * 128) if p in (2, 4) else None
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    if gated:
-        leaves.append(log_g.requires_grad_())
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, log_g) if x is not None]
 
     def passes():
         if case.chunked or case.kernel in STATES:
+            chunk = min(best_size(case.D, p, case.gated), max(1, T // 512) * 128)
             y = chunked_attention(*leaves, p=p, chunk=chunk)[0]
         else:
             y = quadratic_attention(*leaves, p=p)
@@ -141,47 +116,38 @@ def difference(outputs, expected):
     return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
 
-def compile_candidate(case, config):
-    """Run a candidate once, in a worker, which fills Triton's cache on disk."""
-    with contextlib.suppress(Exception), trial(case, config):
-        make_passes(case, *SHORT)()
-
-
-def fault(passes, expected):
-    """Return how the results of `passes` differ from the expected ones or from run to run, or ""."""
-    first, second = passes(), passes()
-    error = difference(first, expected)
-    if error > TOLERANCE:
-        return f"differs from the safe sizes' result by {error:.1e}"
-    return "" if all(map(torch.equal, first, second)) else "two runs differ"
-
-
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-
-
 def measure(case):
-    """Return {config: milliseconds} of the candidates of a case that are right, and {config: reason} of the others."""
+    """Return {config: milliseconds} of the candidates of a case; print why one is left out."""
     first, *rest = candidates(case)
-    short, long = make_passes(case, *SHORT), make_passes(case, *LONG)
+
+    def launch():
+        for config in (first, *rest):
+            with trial(case, config):
+                make_passes(case, *SHORT)()
+
+    with contextlib.suppress(Exception):  # a candidate that does not compile says so below
+        precompile(launch)
+    calls = [make_passes(case, *size) for size in (SHORT, LONG)]
     with trial(case, first):
-        expected = short(), long()
-    times, failed = {first: []}, {}
+        expected = [call() for call in calls]
+    times = {first: []}
     for config in rest:
         try:
             with trial(case, config):
-                reason = fault(short, expected[0]) or fault(long, expected[1])
-        except Exception as error:
-            reason = first_line(error)
-        if reason:
-            failed[config] = reason
-        else:
+                results, repeated = ([call() for call in calls] for _ in range(2))
+            error = max(map(difference, results, expected))
+            if error > TOLERANCE:
+                raise ValueError(f"differs from the safe sizes' result by {error:.1e}")
+            if any(not torch.equal(a, b) for pair in zip(results, repeated) for a, b in zip(*pair)):
+                raise ValueError("two runs differ")
             times[config] = []
+        except Exception as error:  # it may also not compile, or not fit
+            print(f"    without {[*config]}: {str(error)[:120].splitlines()[0]}", flush=True)
     for _ in range(ROUNDS):
         for config in times:
             with trial(case, config):
-                times[config].append(milliseconds(long))
-    return {config: statistics.median(ms) for config, ms in times.items()}, failed
+                times[config].append(milliseconds(calls[1]))
+    return {config: statistics.median(ms) for config, ms in times.items()}
 
 
 def milliseconds(function):
@@ -193,61 +159,45 @@ def milliseconds(function):
     return start.elapsed_time(end)
 
 
-def best(ms):
-    """Return the first config within 1% of the fastest."""
-    return next(config for config, t in ms.items() if t <= 1.01 * min(ms.values()))
+def needed(entries):
+    """Return the entries {name: sizes} of one GPU without those that choose what others give anyway."""
+    choices = lambda entries: [configs.entry(entries, *case) for case in all_cases()]
+    for name in sorted(entries, reverse=True):
+        remaining = {key: sizes for key, sizes in entries.items() if key != name}
+        if choices(remaining) == choices(entries):
+            entries = remaining
+    return entries
 
 
 def write_table(path, device, entries):
-    """Write the entries of one device into the table; leave its other entries and the other devices' as they are."""
-    path = Path(path)
+    """Write the entries of one device into the table, as far as `needed` beside its other entries, which stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = json.loads(path.read_text()) if path.exists() else {}
-    table[device] = table.get(device, {}) | entries
+    table[device] = needed(table.get(device, {}) | {name: list(sizes) for name, sizes in entries.items()})
     text = json.dumps(table, indent=1, sort_keys=True)
     text = re.sub(r"\[[^]]*\]", lambda match: json.dumps(json.loads(match[0])), text)  # sizes on one line
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text + "\n")
-    os.replace(temporary, path)
-
-
-def tune(cases, dry_run):
-    """Measure the cases, print the choices and, without dry_run, write them into the table."""
-    gpu = configs.gpu(torch.device("cuda"))
-    jobs = [(case, config) for case in cases for config in candidates(case)]
-    workers = max(1, min(WORKERS, (os.cpu_count() or 1) - 2, len(jobs)))
-    print(f"{gpu.name}: compiling {len(jobs)} candidates in {workers} processes", flush=True)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_candidate, *zip(*jobs)))
-    entries = {}
-    for case in cases:
-        name = configs.key(*case)
-        try:
-            ms, failed = measure(case)
-        except Exception as error:  # the safe sizes themselves fail
-            print(f"{name:<40} left as it was: {first_line(error)}", flush=True)
-            continue
-        previous, entries[name] = configs.find(*case, gpu), best(ms)
-        sizes = [f"{[*config]} ({ms.get(config, float('nan')):.3f} ms)" for config in (previous, entries[name])]
-        print(f"{name:<40}", " -> ".join(sizes), flush=True)
-        for config, reason in failed.items():
-            print(f"    without {[*config]}: {reason}", flush=True)
-    if not dry_run:
-        write_table(configs.OWN_TABLE, gpu.name, entries)
-        print(f"{len(entries)} entries written to {configs.OWN_TABLE}")
+    temporary.replace(path)
 
 
 def main():
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}.tune", description=__doc__.splitlines()[0])
-    parser.add_argument("--head_dim", nargs="+", type=int, choices=HEAD_DIMS, default=HEAD_DIMS)
-    parser.add_argument("--p", nargs="+", type=int, choices=POWERS, default=POWERS)
     parser.add_argument("--dry_run", action="store_true", help="print, write nothing")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("kernels.tune: no CUDA GPU here to measure on; the table is as it was", file=sys.stderr)
         return 2
-    cases = [case for case in all_cases() if case.D in args.head_dim and case.p in args.p]
-    tune(cases, args.dry_run)
+    gpu, entries = configs.gpu(torch.device("cuda")), {}
+    for case in all_cases():
+        ms, previous = measure(case), configs.find(*case, gpu)
+        best = next(config for config, t in ms.items() if t <= 1.01 * min(ms.values()))
+        sizes = [f"{[*config]} ({ms.get(config, float('nan')):.3f} ms)" for config in (previous, best)]
+        print(f"{configs.key(*case):<40}", " -> ".join(sizes), flush=True)
+        entries[configs.key(*case)] = best
+    if not args.dry_run:
+        write_table(configs.OWN_TABLE, gpu.name, entries)
+        print(f"{len(entries)} entries written to {configs.OWN_TABLE}")
     return 0
 
 

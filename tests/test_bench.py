@@ -50,12 +50,12 @@ def test_without_a_gpu_kernels_are_not_tuned(capsys):
 
 def test_the_table_keeps_what_was_not_measured(tmp_path):
     path = tmp_path / "table.json"
-    tune.write_table(path, "A", {"dq float32 D=16 p=2": Config(32, 32, 4, 1)})
-    tune.write_table(path, "B", {"forward float32 D=16 p=2": Config(64, 32, 4, 1)})
-    tune.write_table(path, "A", {"forward float32 D=16 p=2": Config(32, 64, 8, 2, 168)})
+    tune.write_table(path, "A", {"dq bfloat16 D=16 p=2": Config(32, 32, 4, 1)})
+    tune.write_table(path, "B", {"forward bfloat16 D=16 p=2": Config(64, 32, 4, 1)})
+    tune.write_table(path, "A", {"forward bfloat16 D=16 p=2": Config(32, 64, 8, 2, 168)})
     assert json.loads(path.read_text()) == {
-        "A": {"dq float32 D=16 p=2": [32, 32, 4, 1, 0], "forward float32 D=16 p=2": [32, 64, 8, 2, 168]},
-        "B": {"forward float32 D=16 p=2": [64, 32, 4, 1, 0]},
+        "A": {"dq bfloat16 D=16 p=2": [32, 32, 4, 1, 0], "forward bfloat16 D=16 p=2": [32, 64, 8, 2, 168]},
+        "B": {"forward bfloat16 D=16 p=2": [64, 32, 4, 1, 0]},
     }
     assert os.listdir(tmp_path) == ["table.json"]
 
@@ -65,6 +65,18 @@ def test_tuning_measures_every_entry_of_the_table():
     assert {"forward bfloat16 D=64 p=8 gated", "dkdv bfloat16 D=16 p=2"} <= names
     for device, entries in json.loads(tune.configs.OWN_TABLE.read_text()).items():
         assert set(entries) <= names, device
+        assert tune.needed(entries) == entries, f"entries of {device} choose what others give anyway"
+
+
+def test_an_entry_holds_for_larger_powers_with_gates_and_in_chunks_unless_these_have_one():
+    entries = {"dq bfloat16 D=16 p=2": 1, "dq bfloat16 D=16 p=4 gated": 2, "query_state bfloat16 D=16 p=2": 3}
+    find = lambda kernel, p, gated, chunked: configs.entry(entries, kernel, torch.bfloat16, 16, p, gated, chunked)
+    assert [find("dq", p, False, False) for p in (2, 4, 8)] == [1, 1, 1] and find("dq", 4, False, True) == 1
+    assert [find("dq", p, True, False) for p in (2, 4, 8)] == [1, 2, 2] and find("dq", 4, True, True) == 2
+    assert find("query_state", 2, False, False) == 3
+    assert find("query_state", 4, False, False) is find("forward", 2, False, False) is None
+    repeated = {"dq bfloat16 D=16 p=6": 1, "dq bfloat16 D=16 p=2 gated": 1, "dq bfloat16 D=16 p=4 gated chunked": 2}
+    assert tune.needed(entries | repeated) == entries
 
 
 @pytest.mark.parametrize("kernel,p,chunked", [("forward", 4, False), ("dkdv", 2, False), ("query_state", 2, True)])

@@ -90,7 +90,7 @@ def pretend(monkeypatch, name, capability, shared=227 * 1024):
 
 def test_every_hopper_gpu_has_the_h200s_entries(monkeypatch):
     q, table = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16), configs._table()
-    measured = Config(*table["NVIDIA H200"]["forward bfloat16 D=64 p=4 gated"])
+    measured = Config(*table["NVIDIA H200"]["forward bfloat16 D=64 p=2 gated"])
     for name in ("NVIDIA H200", "NVIDIA H100 PCIe", "NVIDIA H20", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
         device = pretend(monkeypatch, name, (9, 0))
         assert choose("forward", q, 4, True) == measured != safe("forward", q.dtype, 64, device)
