@@ -1,7 +1,7 @@
 """Attention on a GPU: Triton kernels, and the operators through which torch calls them.
 
 operators      the door: power attention's quadratic and chunked form as torch operators
-arguments      what the public functions ask of their arguments; rows of any width for kernels of a few
+widths         rows of any width for kernels of a few
 transforms     autograd and torch.compile of the operators
 quadratic/     passes, the launchers of the quadratic form, and its kernels: forward_kernel, dq_kernel, dkdv_kernel,
                key_scale_kernel, gates, tiles

@@ -8,33 +8,20 @@
 
 The quadratic and the chunked form are one operator forward and one backward each, opaque to torch.compile: there is no
 graph break, and meta tensors give the shapes. They can be differentiated once, and compute only the gradients that
-are needed. The public functions check their arguments (arguments.py) and take rows of any width up to
-the kernels' largest. Every operator is written in the same order: the public functions, the operator and its fake, the
-backward operator and its fake, what is saved, how the gradient is computed.
+are needed. The public functions take rows of any width up to the kernels' largest; attention/ has checked their
+arguments. Every operator is written in the same order: the public functions, the operator and its fake, the backward
+operator and its fake, what is saved, how the gradient is computed.
 """
-
-import math
 
 import torch
 from torch import Tensor
 
-from .arguments import (
-    check,
-    check_chunks,
-    check_device,
-    check_power,
-    check_qkv,
-    check_rows,
-    check_state,
-    narrow_state,
-    to_width,
-    widen_state,
-)
 from .chunked import passes as chunked
 from .layout import symmetric_power_dim
 from .quadratic import passes as quadratic
 from .registry import registered
 from .transforms import asked, differentiable, differentiable_once, empty_like, keep
+from .widths import narrow_state, to_width, widen_state
 
 # ---- quadratic form
 
@@ -44,10 +31,8 @@ def quadratic_attention(q, k, v, log_g=None, *, p):
 
     q [B, n, H, D], of the last n of T tokens, k [B, T, Hkv, D], v [B, T, Hkv, E], bfloat16 or float32, log_g
     [B, T, Hkv] float32 or None, any strides, on one GPU; D and E are at most 256 (in float32 128), p is one of
-    kernels.POWERS. See `attention.power.power_attention` for their meaning. Raises ValueError for arguments that do not
-    fit.
+    kernels.POWERS. See `attention.power.power_attention` for their meaning.
     """
-    _check_quadratic(q, k, v, log_g, p)
     (q, extra), E = pad_queries(q, k), v.shape[3]
     return _quadratic(*to_width("quadratic", q, k, v), log_g, p, 1.0, True)[0][:, extra:, :, :E]
 
@@ -57,19 +42,9 @@ def quadratic_sums(q, k, v, log_g=None, *, p, scale):
 
     w_ij = decay_ij (scale q_i . k_j)^p; the arguments are as for `quadratic_attention`; scale is a number.
     """
-    _check_quadratic(q, k, v, log_g, p)
-    if not 0 < abs(scale) < math.inf:
-        raise ValueError(f"scale must be finite and not zero, got {scale!r}")
     (q, extra), E = pad_queries(q, k), v.shape[3]
     num, den = _quadratic(*to_width("quadratic", q, k, v), log_g, p, scale, False)
     return num[:, extra:, :, :E], den[..., extra : q.shape[1]]
-
-
-def _check_quadratic(q, k, v, log_g, p):
-    check_qkv("quadratic", q, k, v)
-    check_power(p)
-    check("log_g", log_g, k.shape[:3])
-    check_device(q, k=k, v=v, log_g=log_g)
 
 
 def pad_queries(q, k):
@@ -146,7 +121,6 @@ def chunked_state(k, v, log_g=None, S=None, z=None, *, p, chunk):
 
     The arguments are as for `chunked_attention`. Differentiable in every tensor.
     """
-    check_rows(k=k, v=v)
     return chunked_attention(k.detach(), k, v, log_g, S, z, p=p, chunk=chunk, final=True)[1:]
 
 
@@ -157,12 +131,9 @@ def chunked_attention(q, k, v, log_g=None, S=None, z=None, *, p, chunk, final=Fa
     strides, on one GPU. D and E are at most 128 (p = 2) or 64 (p = 4): the kernels' width, the smallest that holds
     both, and p are one of kernels.CHUNKED_SIZES. S [B, Hkv, Dphi, E] and z [B, Hkv, Dphi] float32: the state before the
     first token, or None. chunk: tokens, a multiple of 128. The S and z returned are the state after the last token,
-    empty unless `final`. Raises ValueError for arguments that do not fit.
+    empty unless `final`. Raises ValueError for too many tokens.
     """
-    _check_chunked(q, k, v, log_g, p, chunk)
     D, E = q.shape[3], v.shape[3]
-    check_state(S, z, q.shape[0], k.shape[2], D, E, p)
-    check_device(q, S=S, z=z)
     q, k, v = to_width("chunked", q, k, v)
     if S is not None:
         S, z = widen_state(S, z, D, q.shape[3], p)
@@ -181,17 +152,8 @@ def chunked_attention_of_piece(q, k, v, log_g, decay, ranks, *, p, chunk):
     in each pass. The other arguments are as for `chunked_attention`. Differentiable once in q, k, v and log_g;
     gradients are exact for the whole sequence.
     """
-    _check_chunked(q, k, v, log_g, p, chunk)
-    check_device(q, decay=decay)
     E = v.shape[3]
     return _chunked(*to_width("chunked", q, k, v), log_g, None, None, decay, p, chunk, False, ranks)[0][..., :E]
-
-
-def _check_chunked(q, k, v, log_g, p, chunk):
-    check_qkv("chunked", q, k, v, n_is_T=True)
-    check_chunks(q.dtype, q.shape[3], v.shape[3], p, chunk)
-    check("log_g", log_g, k.shape[:3])
-    check_device(q, k=k, v=v, log_g=log_g)
 
 
 @torch.library.custom_op("sympow::chunked", mutates_args=())

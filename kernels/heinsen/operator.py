@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..arguments import check, check_device, check_qkv, described, to_width
 from ..common import empty
 from ..transforms import differentiable, differentiable_once, empty_like
+from ..widths import to_width
 from . import passes
 
 NO_FEATURE = -1e30  # an entry of q and k that has no weight beside any other
@@ -29,9 +29,7 @@ def heinsen_attention(q, k, v, documents=None, m=None, S=None, z=None, *, final=
     number 0 see, or None. Its sums are exp(m_d) S_d and exp(m_d) z_d; an empty state has m = -1e30. The m, S and z
     returned are the state after the last token, of that token's document, without sequences unless `final`. m is a
     constant to autograd: the gradients to and from S and z are taken at fixed m, which cancels when a state is read.
-    Raises ValueError for arguments that do not fit.
     """
-    _check(q, k, v, documents, m, S, z)
     D, E = q.shape[3], v.shape[3]
     v, _ = to_width("heinsen", v, k)
     q, k, _ = to_width("heinsen", q, k, v, fill=NO_FEATURE)
@@ -40,20 +38,6 @@ def heinsen_attention(q, k, v, documents=None, m=None, S=None, z=None, *, final=
         m, z, S = F.pad(m, (0, W - D), value=NO_FEATURE), F.pad(z, (0, W - D)), F.pad(S, (0, W - E, 0, W - D))
     y, m, S, z, _ = _heinsen(q, k, v, documents, m, S, z, final)
     return y[..., :E], m[..., :D], S[..., :D, :E], z[..., :D]
-
-
-def _check(q, k, v, documents, m, S, z):
-    """Raise ValueError for arguments that do not fit."""
-    check_qkv("heinsen", q, k, v, n_is_T=True, v_dtypes=(torch.float32,), may_be_empty=True)
-    (B, T, HKV, D), E = k.shape, v.shape[3]
-    check("documents", documents, (B, T), torch.int32)
-    if len({x is None for x in (m, S, z)}) > 1:
-        got = ", ".join(f"{name} {described(x)}" for name, x in zip("mSz", (m, S, z)))
-        raise ValueError(f"m, S and z must all be given or all be None, got {got}")
-    check("m", m, (B, HKV, D))
-    check("S", S, (B, HKV, D, E))
-    check("z", z, (B, HKV, D))
-    check_device(q, k=k, v=v, documents=documents, m=m, S=S, z=z)
 
 
 @torch.library.custom_op("sympow::heinsen", mutates_args=())
