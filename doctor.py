@@ -65,9 +65,9 @@ def try_kernels():
         import torch
 
         from sympow.attention.operator.check import check_all
-        from sympow.kernels import unsupported_reason
+        from sympow.kernels import why_not
 
-        if reason := unsupported_reason("quadratic", torch.bfloat16, 64, 64, 2):
+        if reason := why_not("quadratic", torch.bfloat16, 64, 64, 2):
             return {"kernels": reason}
         for line, ok in check_all():
             trials[line] = "" if ok else "too far from float64"

@@ -192,12 +192,14 @@ class AdaptivePower(KVCacheVariant):
         return self.plans(block_size, dtype, device, ranks)[-1]
 
     def plans(self, block_size, dtype, device, ranks=1):
-        """Return the Plan of each power of a mixture, or the one Plan of `continuous`."""
         if not self.mixes:
             return [Plan("quadratic", None, False, "a power for each token is computed in PyTorch")]
         D, gated = self.config.head_dim, self.config.gated
         problems = [Problem(block_size, D, D, m, dtype, device, gated) for m in self.p]
         return [plan(problem, self.form, self.chunk_size, pieces=ranks) for problem in problems]
+
+    def prompt_plans(self, dtype, device):
+        return self.plans(1, dtype, device) + self.plans(1, dtype, device, ranks=2) if self.mixes else []
 
     def attention_flops(self, block_size, dtype, device):
         if not self.mixes:

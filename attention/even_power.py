@@ -42,6 +42,11 @@ class EvenPower(KVCacheVariant):
         problem = Problem(block_size, D, D, self.p, dtype, device, self.config.gated)
         return plan(problem, self.form, self.chunk_size, pieces=ranks)
 
+    def prompt_plans(self, dtype, device):
+        D = self.config.head_dim
+        problem = Problem(1, D, D, self.p, dtype, device, self.config.gated)
+        return [plan(problem, "quadratic"), plan(problem, "chunked", return_state=True)]
+
     def attention_flops(self, block_size, dtype, device):
         features = symmetric_power_dim(self.config.head_dim, self.p)
         return power_flops(self.config, features, block_size, self.training_plan(block_size, dtype, device))

@@ -33,7 +33,8 @@ from .operator.arguments import (
     check_state,
     check_tensors,
 )
-from .operator.dispatch import Plan, computed_dtype, heinsen_kernel_reason
+from .operator.check import Size
+from .operator.dispatch import Plan, computed_dtype, why_not
 from .operator.forms import accumulation_dtype
 from .operator.heinsen_forms import CHUNK_SIZE, IS_LOG, LogState, empty_log_state
 from .operator.sequences import is_capturing, split_tokens
@@ -121,7 +122,7 @@ def _exp_of_log_values(v, dtype, refuse):
 
 def _kernels_take(q, v):
     D, E = index(q.shape[-1]), index(v.shape[-1])  # symbols under torch.compile(dynamic=True), which asks once
-    return q.shape[0] > 0 and not heinsen_kernel_reason(q.device, q.dtype, v.dtype, D, E)
+    return q.shape[0] > 0 and not why_not("heinsen", q.device, q.dtype, D, E)
 
 
 def _attend_on_kernels(q, tokens, state, return_state):
@@ -213,9 +214,13 @@ class Heinsen(Variant):
         if form in ("quadratic", "recurrent"):
             return Plan(form, 1 if form == "recurrent" else None, False, f"the {form} form is PyTorch's")
         v_dtype = torch.float32 if IS_LOG[self.config.values] and dtype != torch.float64 else dtype
-        reason = heinsen_kernel_reason(device, dtype, v_dtype, D, D)
-        size = self.config.chunk_size or CHUNK_SIZE
-        return Plan("chunked", size if reason else KERNEL_BLOCK, not reason, reason)
+        if reason := why_not("heinsen", device, dtype, D, D):
+            return Plan("chunked", self.config.chunk_size or CHUNK_SIZE, False, reason)
+        size = Size("heinsen", dtype, backend.width("heinsen", dtype, D, D), v_dtype=v_dtype)
+        return Plan("chunked", KERNEL_BLOCK, True, "", size)
+
+    def prompt_plans(self, dtype, device):
+        return [self.training_plan(1, dtype, device)]
 
     def attention_flops(self, block_size, dtype, device):
         return power_flops(self.config, self.config.head_dim, block_size, self.training_plan(block_size, dtype, device))

@@ -14,7 +14,7 @@ import torch
 
 from . import naive
 from .operator import backend
-from .operator.dispatch import pointwise_reason
+from .operator.dispatch import why_not
 from .operator.forms import accumulation_dtype
 
 
@@ -64,6 +64,6 @@ def rotation_of(x, u, base):
 def rotate(x, cos, sin):
     """Return x [B, T, H, D] turned by the factors that `rotation_of` computed, in x's dtype."""
     # torch.compile makes one pass of it
-    if torch.compiler.is_compiling() or cos.requires_grad or pointwise_reason("rotary", x.device, x.dtype, x.shape[-1]):
+    if torch.compiler.is_compiling() or cos.requires_grad or why_not("rotary", x.device, x.dtype):
         return naive.rotate(x.to(accumulation_dtype(x)), cos, sin).to(x.dtype)
     return backend.rotary().Rotation.apply(x, cos, sin)

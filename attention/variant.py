@@ -232,9 +232,17 @@ class Variant(nn.Module):
     def training_plan(self, block_size, dtype, device, ranks=1):
         """Return the dispatch.Plan by which training computes power attention, or None for another attention.
 
-        ranks: how many share a sequence of block_size tokens. A plan with kernels has them compared with float64.
+        ranks: how many share a sequence of block_size tokens. Before training its kernels are compared with float64.
         """
         return None
+
+    def plans(self, block_size, dtype, device, ranks=1):
+        """Return all Plans of training, where one call has several powers."""
+        return [self.training_plan(block_size, dtype, device, ranks)]
+
+    def prompt_plans(self, dtype, device):
+        """Return the dispatch.Plans by which a text is read in pieces, with a state between them."""
+        return []
 
     def attention_flops(self, block_size, dtype, device):
         """Return the FLOPs of its own products for one training token, forward and backward.

@@ -33,7 +33,7 @@ from sympow.model import GPT
 
 from .layers import EMBEDDINGS, LAYERS, Buffers, Weights, float32
 
-# of logits in `failure`, by the dtype of weights and of states; measured are 7e-3, 6e-6 and (p = 6) 3e-2
+# of logits in `compare`, by the dtype of weights and of states; measured are 7e-3, 6e-6 and (p = 6) 3e-2
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 # of logits in `check_difference`, where the model is as exact as the decoder: a changed model is off by 10% and more.
 # Rounding to bfloat16 is 8e-3 to 1.4e-2 in 12 layers, and grows with their number; float32 has products in tf32.
@@ -283,7 +283,7 @@ def check_difference(decoder, model, logits, state):
     return "" if difference <= tolerance else f"logits differ by {difference:.1%}"  # NaN does
 
 
-def failure(model, dtype, state_dtype):
+def compare(model, dtype, state_dtype):
     """Compare a Decoder of weights of `dtype` with GPT.step in float64 on the model's GPU.
 
     Each kind of layer that the model has is compared, which takes seconds, once (operator/check.py). Returns "" if
@@ -301,8 +301,8 @@ def failure(model, dtype, state_dtype):
     for mix in model.mixes():
         small = replace(mix.config, **sizes, window=min(mix.config.window, 4))  # tokens leave it
         name = f"generation, {type(mix).__qualname__}, {dtype}, states in {state_dtype}, {small}, {model_hash()}"
-        compare = partial(find_failure, small, type(mix), dtype, state_dtype)
-        if problem := remember(name, compare, device):
+        compare_layer = partial(find_wrong_token, small, type(mix), dtype, state_dtype)
+        if problem := remember(name, compare_layer, device):
             return problem
     return ""
 
@@ -313,7 +313,7 @@ def model_hash():
     return hash_json(record_code(("model.py", "layers/", "attention/", "generation/"))["files"])[:16]
 
 
-def find_failure(config, variant, dtype, state_dtype, device="cuda"):
+def find_wrong_token(config, variant, dtype, state_dtype, device="cuda"):
     """Return "" if `measure_errors` are within the tolerance, else one line that says what is wrong."""
     tolerance = max(TOLERANCE[dtype], STATE_TOLERANCE[state_dtype])
     for token, error in enumerate(measure_errors(config, variant, dtype, state_dtype, device)):

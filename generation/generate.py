@@ -15,7 +15,7 @@ import weakref
 import torch
 
 from sympow.attention.operator.check import first_line
-from sympow.attention.operator.dispatch import kernel_reason, warn_once
+from sympow.attention.operator.dispatch import warn_once, why_not
 from sympow.attention.positions import check_length
 from sympow.attention.operator.memory import check_generation_fits
 from sympow.attention.variant import decoding_kernels
@@ -168,12 +168,12 @@ def decodes_on_kernels(model, state_dtype=torch.float32):
     if device.type != "cuda" or not all(map(decoding_kernels, parts)) or any(layer.replaces_mlp for layer in layers):
         return False
     powers = {layer.mix.p for layer in layers if decoding_kernels(layer.mix) == "power"}
-    reasons = [kernel_reason("quadratic", device, dtype, D, D, p) for p in powers]
-    if any(reasons) or kernel_reason("decode", device, dtype, D, D, 2):
+    reasons = [why_not("quadratic", device, dtype, D, D, p) for p in powers]
+    if any(reasons) or why_not("decode", device, dtype, D, D, 2):
         return False
-    from .decoder import failure  # Triton is not everywhere
+    from .decoder import compare  # Triton is not everywhere
 
-    problem = failure(model, dtype, state_dtype)
+    problem = compare(model, dtype, state_dtype)
     if problem:
         warn_once(f"{NOT_THIS_MODEL} ({problem})")
     return not problem

@@ -19,7 +19,7 @@ configs        tile sizes, read from table.json
 tune           measures tile sizes and rewrites table.json
 
 Importing this package, `layout`, `registry`, `cost` or `configs` does not import Triton. Nothing in it imports
-attention/ or the model: attention/ calls `unsupported_reason`, and imports the kernels only to use them.
+attention/ or the model: attention/ calls `why_not`, and imports the kernels only to use them.
 """
 
 import hashlib
@@ -34,6 +34,7 @@ if __name__ != "sympow.kernels":
 HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32)
 CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (width, p) of the chunked form
 QUADRATIC_WIDTHS = (*HEAD_DIMS, 256)
+POINTWISE = ("rotary", "cross_entropy")
 SOURCES = Path(__file__).parent
 
 
@@ -49,7 +50,7 @@ def source_hash():
 
 
 def widest(form, dtype):
-    """Return the largest head dimension that the kernels of `form` take in a dtype; form: see `unsupported_reason`."""
+    """Return the largest head dimension that the kernels of `form` take in a dtype; form: see `why_not`."""
     if form in ("quadratic", "sums") and dtype != torch.float32:  # tiles of float32 would not fit shared memory
         return QUADRATIC_WIDTHS[-1]
     return HEAD_DIMS[-1]
@@ -60,12 +61,12 @@ def width(form, dtype, *sizes):
     return next((W for W in QUADRATIC_WIDTHS if max(sizes) <= W <= widest(form, dtype)), 0)
 
 
-def unsupported_reason(form, dtype, D, E, p, device=None):
+def why_not(form, dtype, D=0, E=0, p=0, device=None):
     """Return why the kernels of `form` cannot run on a GPU, or "" if they can.
 
-    form: "quadratic" ("sums" takes its sizes), "chunked", "heinsen" or "decode". The inputs are q, k [..., D] and v
-    [..., E] of `dtype`; p is the power, one of POWERS ("heinsen": not read); device: the GPU, by default the current
-    one.
+    form: "quadratic" ("sums" takes its sizes), "chunked", "heinsen" or "decode", for inputs q, k [..., D] and v
+    [..., E] of `dtype` and p, one of POWERS ("heinsen": not read); or a name in POINTWISE, for any sizes.
+    device: the GPU, by default the current one.
     """
     if dtype not in DTYPES:
         name, *names = (str(x).removeprefix("torch.") for x in (dtype, *DTYPES))
@@ -76,18 +77,13 @@ def unsupported_reason(form, dtype, D, E, p, device=None):
         if E != D:
             return f"values {E} wide where keys are {D} (in generation they take equal widths)"
     W = width(form, dtype, D, E)
-    if not W:
+    if form not in POINTWISE and not W:
         size = f"head dimension {D}" if D >= E else f"values {E} wide"
         case = " in the chunked form" if form == "chunked" else " in float32" if dtype == torch.float32 else ""
         return f"{size} (they take up to {widest(form, dtype)}{case})"
     if form == "chunked" and (W, p) not in CHUNKED_SIZES:
         sizes = ", ".join(f"p={m} up to {max(W for W, power in CHUNKED_SIZES if power == m)}" for m in (2, 4))
         return f"head dimension {D} and values {E} wide with p={p} (in the chunked form they take {sizes})"
-    return unusable_machine(device)
-
-
-def unusable_machine(device=None):
-    """Return why no kernel runs on this GPU, by default the current one, or "" if they can."""
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} (they take compute capability 8.0 and later)"
     if importlib.util.find_spec("triton") is None:

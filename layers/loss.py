@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from sympow.attention.operator.backend import cross_entropy
-from sympow.attention.operator.dispatch import pointwise_reason
+from sympow.attention.operator.dispatch import why_not
 
 LOSS_TOKENS = 16384  # logits of at most this many tokens exist at any time: 3.3 GB of float32 for GPT-2
 DISTILL_TOKENS = 4096  # with a teacher, because its logits exist too
@@ -18,7 +18,7 @@ def compute_losses(logits, targets, vocab_size, differentiate):
     The gradient is d scales[:, None], or d if scales is None. Without `differentiate` both are None. Targets [N] of -1
     have zeros. d has the logits' dtype; the logits may be overwritten.
     """
-    if not pointwise_reason("cross_entropy", logits.device, logits.dtype):
+    if not why_not("cross_entropy", logits.device, logits.dtype):
         losses, scales = cross_entropy().cross_entropy_(logits, targets, vocab_size, differentiate)
         return (losses, logits, scales) if differentiate else (losses, None, None)
     dtype = logits.dtype

@@ -19,6 +19,7 @@ from sympow.data.progress import waiting
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
 from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint
+from sympow.runs.machine import check_kernels_of_prompts
 from sympow.runs.parts import Tensors
 from sympow.runs.processes import warn
 from sympow.runs.program import refuse
@@ -44,7 +45,10 @@ def load_run(path, device="auto", dtype="auto"):
             model = GPT(GPTConfig(**settings["model"]))
             checkpoint.load(folder, model)
             warn_of_changes(f"{run} was last trained with", last_code(folder))
-            return folder, model.to(device).eval(), tokenizer, device, autocast
+            model = model.to(device).eval()
+            with autocast:
+                check_kernels_of_prompts(model)
+            return folder, model, tokenizer, device, autocast
         except (DataError, FileNotFoundError) as error:
             if not checkpoint.damage(folder, False, checkpoint.WEIGHTS):  # nothing of it has gone
                 refuse(error)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sympow.attention.operator.check import first_line, kernel_failure
-from sympow.attention.operator.dispatch import disable_kernels
+from sympow.attention.operator.check import first_line
+from sympow.attention.operator.dispatch import compare_plans, disable_kernels, warn_once
 from sympow.runs.processes import Failed
 
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name that occurs in the device's name counts
@@ -47,15 +47,28 @@ def check_kernels(model, contexts, dtype, ranks, context_parallel=1):
 
     Local rank 0 compiles them; the other ranks of a node wait and read them from Triton's cache.
     """
+    device, D = model.transformer.wte.weight.device, model.config.head_dim
     with ranks.local_rank_0_first():
-        failure = next(filter(None, (kernel_failure(model, n, dtype, context_parallel) for n in contexts)), "")
-    failure = ranks.first(failure)
-    disable_kernels(failure)  # if there is one
-    if failure:
+        plans = [mix.plans(n, dtype, device, context_parallel) for mix in model.mixes() for n in contexts]
+        reason = compare_plans(sum(plans, []), dtype, device, D)
+    reason = ranks.first(reason)
+    if reason:
+        disable_kernels(reason)
         ranks.log(
-            f"!!! the Triton kernels of power attention fail on this machine: {failure}\n"
+            f"!!! the Triton kernels of power attention fail on this machine: {reason}\n"
             "!!! training goes on in plain PyTorch, several times slower and with more memory: see `make doctor`"
         )
+
+
+def check_kernels_of_prompts(model):
+    """Compare the kernels by which the model reads a text with float64; if they fail, disable them, with a warning."""
+    device = model.transformer.wte.weight.device
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else torch.float32
+    plans = [mix.prompt_plans(dtype, device) for mix in model.mixes()]
+    if reason := compare_plans(sum(plans, []), dtype, device, model.config.head_dim):
+        disable_kernels(reason)
+        warn_once(f"attention runs without its Triton kernels, which fail on this machine: {reason}")
 
 
 def choose_numerics(cfg, device, dtype):

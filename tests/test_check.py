@@ -1,4 +1,4 @@
-"""Kernels that fail on a machine are found before their first use, and PyTorch takes their place with one line."""
+"""Kernels that fail on a machine are found where training or a prompt begins, and PyTorch takes their place."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numerics
@@ -34,15 +33,14 @@ def on_gpu(monkeypatch):
     """Let the choice of form believe that tensors are on a GPU, which the kernels in the interpreter stand for."""
     monkeypatch.setattr(dispatch, "_warned", set())
     if not GPU:
-        reason = dispatch.kernel_reason
-        monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, *sizes: reason(form, "cuda", *sizes))
+        why_not = dispatch.why_not
+        monkeypatch.setattr(dispatch, "why_not", lambda form, device, *sizes: why_not(form, "cuda", *sizes))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
 
 
 def forget(monkeypatch):
     """Let `check` know nothing but what is in its files, as the next process does."""
     monkeypatch.setattr(check, "_problems", {})
-    monkeypatch.setattr(check, "_passed", set())
 
 
 @pytest.fixture
@@ -53,16 +51,13 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(check, "PACKAGED", tmp_path / "packaged.json")
     monkeypatch.setattr(check.backend, "precompile", lambda launch: None)
     monkeypatch.setattr(check.backend, "table_name", lambda device: "GPU")
-    answers = dict(
-        is_available=True, device_count=1, is_current_stream_capturing=False, current_device=0, set_device=None
-    )
-    for name, value in answers.items():
+    for name, value in dict(current_device=0, set_device=None).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     return tmp_path / "sympow" / "checked.json"
 
 
-def test_a_kernel_that_fails_gives_way_to_pytorch_with_one_line(on_gpu, monkeypatch):
-    monkeypatch.setattr(dispatch, "failure", lambda size, device: "OutOfResources: shared memory")
+def test_disabled_kernels_give_way_to_pytorch_with_one_line(on_gpu, monkeypatch):
+    monkeypatch.setattr(dispatch, "_disabled", "OutOfResources: shared memory")
     monkeypatch.setattr(operators, "quadratic_attention", None)  # not called
     tensors, _ = inputs(40, "learned", DTYPES[-1])
     with warnings.catch_warnings(record=True) as told:
@@ -71,29 +66,21 @@ def test_a_kernel_that_fails_gives_way_to_pytorch_with_one_line(on_gpu, monkeypa
             y = power_attention(*tensors, p=2, form="quadratic")
     assert numerics.relative_error(y, naive.quadratic(*(x.double() for x in tensors), p=2), 1e-6) < 1e-5
     (line,) = {warnings.formatwarning(w.message, w.category, w.filename, w.lineno) for w in told}
-    assert len(told) == 1 and "fail on this machine: OutOfResources: shared memory" in line and line.count("\n") == 1
+    assert len(told) == 1 and "not on its Triton kernels: OutOfResources" in line and line.count("\n") == 1
 
 
-def test_if_one_form_fails_the_other_is_used(on_gpu, monkeypatch):
-    def form(T, *fails):
-        monkeypatch.setattr(dispatch, "failure", lambda size, device: "wrong" * (size.form in fails))
-        chosen = plan(Problem(T, 64, 64, 2, torch.bfloat16, "cuda", gated=True))
-        return chosen.form, chosen.on_kernels
-
-    with warnings.catch_warnings(action="ignore"):
-        assert form(65536) == ("chunked", True)
-        assert form(65536, "chunked") == ("quadratic", True)
-        assert form(65536, "chunked", "quadratic") == ("chunked", False)
-        assert form(1024, "quadratic") == ("quadratic", False)
-
-
-def test_what_is_checked_is_what_will_be_run(on_gpu, monkeypatch):
-    requests = []
-    monkeypatch.setattr(dispatch, "failure", lambda size, device: requests.append(size.form) or "")
-    for T in (1024, 65536):
-        for more in ({}, dict(initial_state=True), dict(return_state=True), dict(queries=T - 1)):
-            plan(Problem(T, 64, 64, 2, torch.bfloat16, "cuda", gated=True), **more)
-    assert requests == ["quadratic", "states", "states", "quadratic", "chunked", "states", "states", "states"]
+def test_what_is_compared_is_what_will_be_run(on_gpu, monkeypatch):
+    plans = [
+        plan(Problem(T, 64, 64, 2, torch.bfloat16, "cuda", gated=True), **more)
+        for T in (1024, 65536)
+        for more in ({}, dict(initial_state=True), dict(return_state=True), dict(queries=T - 1))
+    ]
+    forms = [chosen.size.form for chosen in plans]
+    assert forms == ["quadratic", "states", "states", "quadratic", "chunked", "states", "states", "states"]
+    compared = []
+    monkeypatch.setattr(check, "compare", lambda sizes, device: compared.extend(sizes) or "wrong")
+    assert dispatch.compare_plans([plans[0], None, plans[0]], torch.bfloat16, "cuda", 64) == "wrong"
+    assert [size.form for size in compared] == ["rotary", "cross_entropy", "quadratic"]
 
 
 def test_a_check_runs_once_for_a_machine_and_its_failures_again_in_the_next_process(machine, monkeypatch):
@@ -120,19 +107,17 @@ def test_an_exception_is_what_is_wrong_unless_there_is_no_memory_to_check(machin
         raise error
 
     monkeypatch.setattr(check, "check", fails)
-    assert check.failure(check.Size("quadratic", torch.bfloat16, 64, 4)) == answer
+    assert check.compare([check.Size("quadratic", torch.bfloat16, 64, 4)]) == answer
     assert not machine.exists()
 
 
 def test_wrong_results_are_what_is_wrong(machine, monkeypatch):
     size = check.Size("chunked", torch.float32, 16, 2, gated=True)
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 1e-6, "dq": float("nan")})
-    assert check.failure(size) == "wrong results, chunked float32 D=16 p=2 gated=True T=1200: y 1.0e-06, dq nan"
+    assert check.compare([size]) == "wrong results, chunked float32 D=16 p=2 gated=True T=1200: y 1.0e-06, dq nan"
     forget(monkeypatch)
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 1e-6, "dq": 1e-5})
-    assert check.failure(size) == "" and check._passed == {size}
-    monkeypatch.setattr(check, "remember", None)  # not asked again
-    assert check.failure(size) == ""
+    assert check.compare([size]) == ""
 
 
 def test_what_the_package_notes_is_compiled_and_not_compared(machine, monkeypatch):
@@ -147,7 +132,7 @@ def test_what_the_package_notes_is_compiled_and_not_compared(machine, monkeypatc
     assert [key.split(", ")[-1] for key in json.loads(check.PACKAGED.read_text())] == ["cross_entropy bfloat16"]
     machine.unlink()
     forget(monkeypatch)
-    assert check.failure(sizes[0]) == "" and done[4:] == [sizes[:1]] and not machine.exists()
+    assert check.compare(sizes[:1]) == "" and done[4:] == [sizes[:1]] and not machine.exists()
 
 
 # For a process of its own without the interpreter, and without a GPU. Prints how many kernels the first use of a size
@@ -203,22 +188,6 @@ def test_all_kernels_of_a_size_are_compiled_at_once_and_serve_every_length_batch
     assert threads == launched > 5 and added == 0, done.stderr
 
 
-def test_torch_compile_asks_for_the_check_and_does_not_look_inside(on_gpu, monkeypatch):
-    def measures(size, device):
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(differentiate, size.form).result()
-
-    def differentiate(form):  # as `check.errors` does, in the caller's no_grad
-        x = torch.ones(2, requires_grad=True)
-        return f"{form} is wrong" * int(torch.autograd.grad(x.sum(), x)[0].sum() == 2)
-
-    monkeypatch.setattr(dispatch, "failure", measures)
-    chosen = lambda x: x + plan(Problem(64, 16, 16, 2, torch.float32, "cuda", gated=False)).on_kernels
-    compiled = torch.compile(chosen, fullgraph=True, backend="eager")
-    with warnings.catch_warnings(action="ignore"), torch.no_grad():
-        assert compiled(torch.ones(1)) == 1 and dispatch._warned
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["auto", "chunked"])
 def test_torch_compile_takes_the_kernels_whole_with_sizes_that_change(form, on_gpu):
@@ -243,14 +212,14 @@ def test_the_decoder_is_compared_with_the_model(monkeypatch, attention, module, 
     config = GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention=attention)
     if breaks:
         monkeypatch.setattr(module, breaks, lambda *args, **options: None)
-    problem = decoder.find_failure(config, ATTENTIONS[attention], torch.float32, torch.float32, DEVICE)
+    problem = decoder.find_wrong_token(config, ATTENTIONS[attention], torch.float32, torch.float32, DEVICE)
     assert bool(problem) == bool(breaks), problem
 
 
 def test_generation_steps_through_the_model_if_the_decoder_fails(on_gpu, monkeypatch):
     requests = []
-    monkeypatch.setattr(decoder, "failure", lambda *args: requests.append(args) or "wrong results")
-    monkeypatch.setattr(generate, "kernel_reason", lambda *args: "")
+    monkeypatch.setattr(decoder, "compare", lambda *args: requests.append(args) or "wrong results")
+    monkeypatch.setattr(generate, "why_not", lambda *args: "")
     with pytest.warns(UserWarning, match="does not compute this model: generating with GPT.step .wrong results"):
         assert not generate.decodes_on_kernels(seen_on_gpu(torch.float32), torch.bfloat16)
     assert [args[1:] for args in requests] == [(torch.float32, torch.bfloat16)]
@@ -258,7 +227,6 @@ def test_generation_steps_through_the_model_if_the_decoder_fails(on_gpu, monkeyp
 
 @pytest.mark.parametrize("attention", [*ATTENTIONS, "mixture"])
 def test_training_in_float16_is_planned_as_it_is_computed_in_float32(attention, monkeypatch):
-    monkeypatch.setattr(dispatch, "failure", lambda size, device: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     adaptive = {"attention": "adaptive_power", "adaptive": "mixture"} if attention == "mixture" else {}
     config = GPTConfig(**{"attention": attention, "n_head": 1, "n_embd": 64, **adaptive})
@@ -271,7 +239,7 @@ def test_training_in_float16_is_planned_as_it_is_computed_in_float32(attention, 
 
 def test_generation_with_float16_weights_stays_in_pytorch(on_gpu, monkeypatch):
     """The kernels take no float16: that is one line of warning at most, and no check."""
-    monkeypatch.setattr(decoder, "failure", None)  # not called
+    monkeypatch.setattr(decoder, "compare", None)  # not called
     assert not generate.decodes_on_kernels(seen_on_gpu(torch.float16))
 
 

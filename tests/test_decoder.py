@@ -460,7 +460,7 @@ def test_weights_that_are_vectors_count_in_the_comparison(monkeypatch):
     """A LayerNorm's weights and biases, and gates' biases, are neither ones nor zeros."""
     config = GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow_gating", bias=True)
     compare = partial(
-        decoder_module.find_failure, config, ATTENTIONS["sympow_gating"], torch.float32, torch.float32, DEVICE
+        decoder_module.find_wrong_token, config, ATTENTIONS["sympow_gating"], torch.float32, torch.float32, DEVICE
     )
     assert compare() == ""
     norm = lambda layer: Norm(torch.ones_like(layer.weight), None)
@@ -476,8 +476,8 @@ def test_tokens_leave_the_window_that_is_compared(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(decoder_module, "remember", lambda name, compare, device: compared.append(compare.args))
-        decoder_module.failure(model, torch.float32, torch.float32)
-    compare = partial(decoder_module.find_failure, *compared[0], DEVICE)
+        decoder_module.compare(model, torch.float32, torch.float32)
+    compare = partial(decoder_module.find_wrong_token, *compared[0], DEVICE)
     assert compare() == ""
     attend_softmax = layers_module.decode_softmax.attend_softmax
     monkeypatch.setattr(layers_module.decode_softmax, "attend_softmax", lambda *args: attend_softmax(*args[:-1]))

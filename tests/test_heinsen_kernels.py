@@ -26,7 +26,7 @@ from test_kernels import (  # noqa: E402
 
 from sympow.attention import heinsen_naive as naive  # noqa: E402
 from sympow.kernels.heinsen import passes as heinsen  # noqa: E402
-from sympow.kernels import unsupported_reason  # noqa: E402
+from sympow.kernels import why_not  # noqa: E402
 from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -231,7 +231,7 @@ def test_nothing_is_left_unwritten():
 
 def test_what_the_kernels_do_not_take_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    reason = partial(unsupported_reason, "heinsen", p=0)
+    reason = partial(why_not, "heinsen", p=0)
     assert [reason(dtype, 64, 64) for dtype in (torch.bfloat16, torch.float32)] == [""] * 2
     assert reason(torch.float64, 64, 64).startswith("float64 (they take bfloat16, float32")
     assert reason(torch.bfloat16, 130, 8) == "head dimension 130 (they take up to 128)"

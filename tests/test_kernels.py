@@ -325,11 +325,10 @@ def test_a_compiled_function_has_no_graph_break():
 def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch):
     """On a GPU as it is; on the CPU by pretending that it is one."""
     if not GPU:
-        reason = dispatch.kernel_reason
-        monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, *sizes: reason(form, "cuda", *sizes))
+        why_not = dispatch.why_not
+        monkeypatch.setattr(dispatch, "why_not", lambda form, device, *sizes: why_not(form, "cuda", *sizes))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     monkeypatch.setattr(dispatch, "_warned", set())
-    monkeypatch.setattr(dispatch, "failure", lambda *size: "")  # it calls the kernels too
     kernels = Mock(wraps=operators.quadratic_attention)
     monkeypatch.setattr(operators, "quadratic_attention", kernels)
     attend = partial(power_attention, p=2, form="quadratic")

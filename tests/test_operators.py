@@ -14,7 +14,7 @@ from test_kernels import DEVICE, DTYPES, GPU, assert_close, gradients  # noqa: E
 from sympow.attention.operator import check, forms  # noqa: E402
 from sympow.attention import gates  # noqa: E402
 from sympow.attention.operator.check import Size  # noqa: E402
-from sympow.kernels import HEAD_DIMS, unsupported_reason, width  # noqa: E402
+from sympow.kernels import HEAD_DIMS, why_not, width  # noqa: E402
 from sympow.kernels.widths import narrow_state, to_width, widen_state  # noqa: E402
 from sympow.kernels.layout import positions_of_narrower  # noqa: E402
 
@@ -76,7 +76,7 @@ def test_rows_of_a_width_that_the_kernels_have_are_not_copied():
 
 def test_what_the_kernels_do_not_take_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    reason = lambda form, D, E, p, dtype=torch.bfloat16: unsupported_reason(form, dtype, D, E, p)
+    reason = lambda form, D, E, p, dtype=torch.bfloat16: why_not(form, dtype, D, E, p)
     assert [reason("quadratic", *sizes) for sizes in ((80, 96, 8), (256, 3, 2))] == ["", ""]
     assert reason("chunked", 48, 64, 2) == reason("chunked", 48, 20, 4) == ""
     assert reason("quadratic", 257, 3, 2) == "head dimension 257 (they take up to 256)"

@@ -362,9 +362,7 @@ def test_sums_before_the_division(p, n):
 def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_path):
     asked, second = [], torch.device("cuda", 1)
     note = lambda name, answer: lambda *args: asked.append((name, *args)) or answer
-    answers = dict(is_available=True, device_count=2, is_current_stream_capturing=False, current_device=0)
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 if device == second else 7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(check.backend, "table_name", note("name", "GPU"))
@@ -375,7 +373,7 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_pa
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 0.0})
     monkeypatch.setattr(dispatch, "_warned", set())
     chosen = lambda device: dispatch.plan(Problem(64, 64, 64, 4, torch.bfloat16, device, gated=False))
-    assert chosen(second).on_kernels
+    assert dispatch.compare_plans([chosen(second)], torch.bfloat16, second, 64) == ""
     assert {("set", 1), ("name", second)} <= {*asked}
     with pytest.warns(UserWarning, match="GPU .they take compute capability 8.0"):
         assert not chosen(torch.device("cuda", 0)).on_kernels and not chosen("cuda").on_kernels
@@ -396,9 +394,8 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_pa
 def test_a_state_comes_before_the_quadratic_kernels(p, form, dtype, queries, monkeypatch):
     """Sums over pairs on the kernels, which the interpreter runs, and what is read from the state in PyTorch."""
     operators = pytest.importorskip("sympow.kernels.operators", reason="Triton has no wheel for this system")
-    monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, dtype, *sizes: "no" * (form == "chunked"))
+    monkeypatch.setattr(dispatch, "why_not", lambda form, device, dtype, *sizes: "no" * (form == "chunked"))
     asked, real = [], operators.quadratic_sums
-    monkeypatch.setattr(dispatch, "failure", lambda size, device: asked.append(size.form) or "")
     monkeypatch.setattr(operators, "quadratic_sums", lambda *x, **o: asked.append(x[0].dtype) or real(*x, **o))
     monkeypatch.setattr(forms, "FEATURES_AT_ONCE", 1)  # the state is read token by token
 
@@ -413,7 +410,7 @@ def test_a_state_comes_before_the_quadratic_kernels(p, form, dtype, queries, mon
     sizes = dict(T=24, D=3, E="wider", heads=(4, 2), batch=2)
     settings = dict(p=p, form=form, gates="zeros", state="both", gradient="of both", queries=queries, dtype=dtype)
     assert_equals_float64(limit, scale, **settings, **sizes)
-    assert asked == 2 * ["sums", torch.bfloat16 if dtype == "bfloat16" else torch.float32]
+    assert asked == 2 * [torch.bfloat16 if dtype == "bfloat16" else torch.float32]
 
 
 def test_a_document_of_small_keys_follows_a_state_of_large_ones(monkeypatch):

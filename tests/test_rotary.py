@@ -73,7 +73,7 @@ def test_the_kernel_computes_the_same_and_its_gradient(D, monkeypatch):
     for u in (torch.arange(5.0).double(), torch.rand(2, 5).double()):
         results = []
         for reason in ("off", ""):
-            monkeypatch.setattr(rotary_module, "pointwise_reason", lambda *_: reason)
+            monkeypatch.setattr(rotary_module, "why_not", lambda *_: reason)
             y = rotary(x, u, 99.0)
             results.append((y, *torch.autograd.grad(y, x, dy)))
         for a, b in zip(*results):

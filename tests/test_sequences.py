@@ -96,8 +96,7 @@ def test_one_sequence_is_what_it_is_without_cu_seqlens():
 def on_kernels(monkeypatch):
     """Let power_attention use the kernels in float32, wherever tensors are; return the names of what it called."""
     called = []
-    monkeypatch.setattr(dispatch, "kernel_reason", lambda form, device, dtype, *_: "no" * (dtype == torch.float64))
-    monkeypatch.setattr(dispatch, "failure", lambda *size: "")
+    monkeypatch.setattr(dispatch, "why_not", lambda form, device, dtype, *_: "no" * (dtype == torch.float64))
     for name in ("chunked_attention", "quadratic_attention"):
         real = getattr(operators, name)
         call = lambda *a, name=name, real=real, **o: called.append(name) or real(*a, **o)
@@ -152,8 +151,7 @@ def test_without_states_packed_sequences_are_resets(form, gates, on_kernels):
 
 
 def test_short_sequences_take_the_quadratic_form_and_long_ones_chunks(monkeypatch):
-    monkeypatch.setattr(dispatch, "kernel_reason", lambda *_: "")
-    monkeypatch.setattr(dispatch, "failure", lambda *_: "")
+    monkeypatch.setattr(dispatch, "why_not", lambda *_: "")
 
     def form(*lengths):
         typical = sequences.typical_length(lengths, sum(lengths), len(lengths))

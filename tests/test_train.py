@@ -29,7 +29,6 @@ from wandb_server import no_key, wandb_server  # noqa: F401 (fixtures)
 
 from sympow import train
 from sympow.attention import ATTENTIONS
-from sympow.attention.operator import check, dispatch
 from sympow.training import batches
 from sympow.data import progress
 from sympow.runs import checkpoint, display, machine, settings
@@ -578,18 +577,13 @@ def test_ranks_that_do_not_share_out_dir_end_with_a_line(dataset, tmp_path):
     assert "out_dir must be shared by all nodes" in (tmp_path / "rank_1").read_text()
 
 
-def test_the_kernels_that_are_checked_are_those_of_the_form_that_will_run(monkeypatch):
-    checked = []
-    monkeypatch.setattr(dispatch, "failure", lambda size, device: checked.append(size.form) or "")
+def test_the_kernels_that_are_compared_are_those_that_training_will_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
     def form(block_size, ranks=1, dtype=torch.bfloat16, **settings):
-        checked.clear()
-        model = train.GPT(train.GPTConfig(n_layer=2, n_head=1, n_embd=64, vocab_size=64, **settings))
-        on_gpu = types.SimpleNamespace(weight=types.SimpleNamespace(device=torch.device("cuda")))
-        model = types.SimpleNamespace(transformer=types.SimpleNamespace(wte=on_gpu, h=model.transformer.h))
-        assert check.kernel_failure(model, block_size, dtype, ranks) == ""
-        return checked[-1] if checked else None
+        model = train.GPT(train.GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=64, **settings))
+        (chosen,) = model.mixes()[0].plans(block_size, dtype, "cuda", ranks)
+        return chosen and chosen.size and chosen.size.form
 
     assert form(1024, attention="sympow_gating") == form(1024, 2, attention="conformal_sympow") == "quadratic"
     assert form(65536, attention="sympow_gating") == "chunked"
@@ -599,16 +593,34 @@ def test_the_kernels_that_are_checked_are_those_of_the_form_that_will_run(monkey
     assert form(1024, attention="softmax") is None
 
 
+def test_prompts_are_read_by_kernels_that_were_compared(monkeypatch):
+    compared = []
+    monkeypatch.setattr(machine, "compare_plans", lambda plans, *sizes: compared.extend(plans) or "wrong results")
+    monkeypatch.setattr(machine, "disable_kernels", compared.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    model = train.GPT(train.GPTConfig(n_layer=3, n_head=1, n_embd=64, attention="sympow_gating,softmax,heinsen"))
+    plans = [mix.prompt_plans(torch.bfloat16, "cuda") for mix in model.mixes()]
+    forms = [[chosen.size.form for chosen in plans] for plans in plans]
+    assert forms == [["quadratic", "states"], [], ["heinsen"]]
+    with pytest.warns(UserWarning, match="without its Triton kernels, which fail on this machine: wrong results"):
+        machine.check_kernels_of_prompts(model)
+    assert compared.pop() == "wrong results" and [chosen.form for chosen in compared] == [
+        "quadratic",
+        "chunked",
+    ] * 1 + ["chunked"]
+
+
 def test_kernels_that_fail_on_one_rank_are_used_on_none(monkeypatch):
     failures, warnings = [], []
-    monkeypatch.setattr(machine, "kernel_failure", lambda *args: "")
+    monkeypatch.setattr(machine, "compare_plans", lambda *args: "")
     monkeypatch.setattr(machine, "disable_kernels", failures.append)
     ranks = types.SimpleNamespace(
         first=lambda failure: failure or "wrong results on rank 1",
         log=warnings.append,
         local_rank_0_first=contextlib.nullcontext,
     )
-    machine.check_kernels(None, [1024], torch.bfloat16, ranks)
+    model = train.GPT(train.GPTConfig(n_layer=1, n_head=1, n_embd=64))
+    machine.check_kernels(model, [1024], torch.bfloat16, ranks)
     assert failures == ["wrong results on rank 1"] and "fail on this machine: wrong results on rank 1" in warnings[0]
 
 

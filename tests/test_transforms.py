@@ -82,14 +82,12 @@ def attend(q, k, v, log_g):
 
 def test_transforms_are_computed_in_pytorch_on_every_device(monkeypatch):
     """Where kernels would run otherwise."""
-    monkeypatch.setattr(dispatch, "unsupported_reason", lambda *sizes: "")
-    monkeypatch.setattr(dispatch, "failure", lambda *size: "")
+    monkeypatch.setattr(dispatch.backend, "why_not", lambda *sizes: "")
     reasons = []
     problem = dispatch.Problem(4096, 64, 64, 2, torch.bfloat16, "cuda", gated=True)
 
     def ask(x):
-        pointwise = dispatch.heinsen_kernel_reason("cuda", torch.bfloat16, torch.bfloat16, 64, 64)
-        reasons.append((dispatch.plan(problem).reason, pointwise))
+        reasons.append((dispatch.plan(problem).reason, dispatch.why_not("heinsen", "cuda", torch.bfloat16, 64, 64)))
         return x
 
     ask(torch.ones(2))

@@ -262,8 +262,8 @@ def mix_of(attention, **kwargs):
     ],
 )
 def test_layers_decode_on_the_kernels_if_each_does_and_has_an_mlp(average, attention, kwargs, expected, monkeypatch):
-    monkeypatch.setattr(generate_module, "kernel_reason", lambda *sizes: "")
-    monkeypatch.setattr(decoder_module, "failure", lambda *arguments: "")  # a GPU would compare a model with a Decoder
+    monkeypatch.setattr(generate_module, "why_not", lambda *sizes: "")
+    monkeypatch.setattr(decoder_module, "compare", lambda *arguments: "")  # a GPU would compare a model with a Decoder
     monkeypatch.setitem(ATTENTIONS, "changed", type("Changed", (Sympow,), {"log_gates": lambda self, x: None}))
     first, second = mix_of("sympow"), mix_of(attention, **kwargs)
     for mixes in ([first, second], [second, first], [second, second], [second]):

@@ -3,13 +3,14 @@
 Nothing here imports Triton before a kernel is wanted, so that attention/ works on machines without it.
 """
 
-from ...kernels import cost, source_hash, unsupported_reason, unusable_machine, width
+from ...kernels import POINTWISE, cost, source_hash, why_not, width
 from ...kernels.configs import cache_folder, table_name
 from ...kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 from ...kernels.registry import register, registered
 from ...kernels.transforms import transforms_active
 
 __all__ = [
+    "POINTWISE",
     "cache_folder",
     "cost",
     "make_sqrt_multiplicity",
@@ -20,8 +21,7 @@ __all__ = [
     "table_name",
     "tails_of",
     "transforms_active",
-    "unsupported_reason",
-    "unusable_machine",
+    "why_not",
     "width",
 ]
 

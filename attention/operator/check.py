@@ -1,7 +1,7 @@
 """Compare the kernels with the specification, in the output and every gradient, on this machine's GPU.
 
     for line, ok in check_all(): ...                                                # doctor.py, every size
-    problem = failure(Size("quadratic", torch.bfloat16, 64, 4, gated=True))         # before the first use of a size
+    problem = compare([Size("quadratic", torch.bfloat16, 64, 4, gated=True)])       # before training or a prompt
 
 A size that passed is noted for this kind of GPU, torch, Triton and these kernels: in ~/.cache/sympow/checked.json, and
 in the package's checked.json, which `python doctor.py --write_checked` writes. A size that is noted is only compiled.
@@ -10,7 +10,6 @@ in the package's checked.json, which `python doctor.py --write_checked` writes. 
 import json
 import math
 import os
-import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -226,10 +225,8 @@ def check_all():
 
 def supported(size):
     """Return True if the current GPU has kernels of this size."""
-    if size.D is None:
-        return not backend.unusable_machine()
     form = "chunked" if size.form == "states" else size.form
-    return not backend.unsupported_reason(form, size.dtype, size.D, size.E or size.D, size.p)
+    return not backend.why_not(form, size.dtype, size.D or 0, size.E or size.D or 0, size.p)
 
 
 def check(sizes, longest=6000):
@@ -309,32 +306,21 @@ def launch(sizes, device="cuda"):
 # ---- what passed
 
 
-def failure(size, device="cuda"):
-    """Return "" if the kernels of this Size agree with float64 on a GPU, else one line that says why not.
+def compare(sizes, device="cuda"):
+    """Return "" if the kernels of these Sizes agree with float64 on a GPU, else one line that says why not.
 
-    device: a torch.device or its name, "cuda" for the current GPU. Asked before kernels are used for the first time.
-    Then they are compiled, all at once, which takes seconds, and compared unless they passed before (see `remember`).
+    device: a torch.device or its name, "cuda" for the current GPU. They are compiled, all of a size at once, which
+    takes seconds, and compared unless they passed before (see `remember`).
     """
-    if size in _passed or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
-        return ""
-
-    def compare():
-        return next((f"wrong results, {line}" for line, ok in check([size], SHORT) if not ok), "")
-
-    problem = remember(describe(size), compare, device, partial(launch, [size]))
-    if not problem and torch.cuda.device_count() == 1:  # otherwise the next call may be for another GPU
-        _passed.add(size)
-    return problem
+    for size in sizes:
+        problem = remember(describe(size), partial(_find_wrong, size), device, partial(launch, [size]))
+        if problem:
+            return problem
+    return ""
 
 
-def kernel_failure(model, block_size, dtype, ranks):
-    """Return "" if the kernels that this GPT would train on agree with float64 on the current GPU, or if it uses none;
-    otherwise one line that says what is wrong. ranks: how many share a sequence."""
-    with warnings.catch_warnings(action="ignore"):  # the caller tells
-        for block in model.transformer.h:  # a plan with kernels has them checked
-            block.attn.mix.training_plan(block_size, dtype, model.transformer.wte.weight.device, ranks)
-    problems = (problem for (_, name), problem in _problems.items() if not name.startswith("generation"))
-    return next(filter(None, problems), "")
+def _find_wrong(size):
+    return next((f"wrong results, {line}" for line, ok in check([size], SHORT) if not ok), "")
 
 
 def remember(name, compare, device="cuda", launch=None):
@@ -350,15 +336,14 @@ def remember(name, compare, device="cuda", launch=None):
     device = torch.cuda.current_device() if device is None else device
     if (device, name) not in _problems:
         with ThreadPoolExecutor(1) as thread:
-            _problems[device, name] = thread.submit(_find_problem, device, name, compare, launch).result()
+            _problems[device, name] = thread.submit(_compare_once, device, name, compare, launch).result()
     return _problems[device, name]
 
 
 _problems = {}  # (device, name): what `compare` returned in this process
-_passed = set()  # sizes that passed on the only GPU: `failure` is asked at every call
 
 
-def _find_problem(device, name, compare, launch=None):
+def _compare_once(device, name, compare, launch=None):
     torch.cuda.set_device(device)
     try:
         key, memory = _key(device, name), backend.cache_folder() / "checked.json"
@@ -409,7 +394,7 @@ def write_packaged():
     """
     device = torch.cuda.current_device()
     keys = {key for key in _read(PACKAGED) if backend.source_hash() in key}
-    keys |= {_key(device, describe(size)) for size in COMMON_SIZES if supported(size) and not failure(size)}
+    keys |= {_key(device, describe(size)) for size in COMMON_SIZES if supported(size) and not compare([size])}
     _write(PACKAGED, sorted(keys))
 
 

@@ -1,20 +1,20 @@
 """Decide how power attention is computed: in which form, in chunks of how many tokens, and on the kernels or not.
 
-    plan(Problem(T, D, E, p, q.dtype, q.device, gated=True))        # Plan(form, chunk_size, on_kernels, reason)
+    plan(Problem(T, D, E, p, q.dtype, q.device, gated=True))        # Plan(form, chunk_size, on_kernels, ...)
 
 The answer is a function of sizes, dtype and device alone, so that every rank and every run decides the same, unless the
-kernels turn out to be wrong on this machine: before a size's first use they are compared with float64 (check.py).
+kernels are disabled. Where training begins or a run is loaded, `compare_plans` compares them with float64.
 """
 
 import warnings
-from functools import partial
 from operator import index
 from typing import NamedTuple
 
 import torch
 
-from .backend import cost, symmetric_power_dim, transforms_active, unsupported_reason, unusable_machine, width
-from .check import Size, failure
+from . import backend, check
+from .backend import POINTWISE, cost, symmetric_power_dim, transforms_active, width
+from .check import Size
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 # In PyTorch both forms cost the same at T = 1.5 Dphi. If only the quadratic form has kernels, they cost the same at
@@ -39,6 +39,7 @@ class Plan(NamedTuple):
     chunk_size: int | None  # tokens a chunk; 1 in the recurrent form, None in the quadratic one
     on_kernels: bool  # on the Triton kernels, else in PyTorch
     reason: str  # why it is not on the kernels; "" if it is
+    size: Size | None = None  # the kernels, as check.py compares them
 
 
 def computed_dtype(dtype):
@@ -55,31 +56,28 @@ def plan(problem, form="auto", chunk_size=None, *, initial_state=False, return_s
     `power_attention_sums`. pieces: how many pieces a sequence has that are computed by themselves in the chunked form,
     with states between them; the Plan is then for each of them.
     """
-    # symbols under torch.compile(dynamic=True), which kernel_reason refuses
+    # symbols under torch.compile(dynamic=True), which why_not refuses
     D, E, p = index(problem.D), index(problem.E), index(problem.p)
     dtype, device = computed_dtype(problem.dtype), problem.device
     problem = problem._replace(D=D, E=E, p=p, dtype=dtype)
     if queries is not None:  # as many tokens as have these pairs for each key
         problem = problem._replace(T=2 * queries - queries * queries // problem.T)
-    reason = kernel_reason("quadratic", device, dtype, D, E, p)
-    reasons = {"quadratic": reason, "chunked": reason or kernel_reason("chunked", device, dtype, D, E, p)}
+    reason = why_not("quadratic", device, dtype, D, E, p)
+    reasons = {"quadratic": reason, "chunked": reason or why_not("chunked", device, dtype, D, E, p)}
     states = initial_state or return_state
+    chosen = _choose(problem, form, chunk_size, states, reasons)
+    if pieces > 1 and chosen.form != "quadratic":
+        piece = problem._replace(T=problem.T // pieces)
+        chosen = _choose(piece, "chunked", chunk_size, True, reasons)
+    if not chosen.on_kernels:
+        return chosen
     # fewer queries than tokens are those after the state of the others
-    checks = {
+    kernels = {
         "quadratic": "sums" if sums or initial_state else "quadratic",
         "chunked": "states" if states or pieces > 1 or queries is not None else "chunked",
     }
-    while True:
-        chosen = _choose(problem, form, chunk_size, states, reasons)
-        if pieces > 1 and chosen.form != "quadratic":
-            piece = problem._replace(T=problem.T // pieces)
-            chosen = _choose(piece, "chunked", chunk_size, True, reasons)
-        if not chosen.on_kernels:
-            return chosen
-        fault = failed_check(checks[chosen.form], dtype, width(chosen.form, dtype, D, E), p, problem.gated, device)
-        if not fault:
-            return chosen
-        reasons |= {"quadratic": fault, "chunked": fault} if chosen.form == "quadratic" else {"chunked": fault}
+    W = width(chosen.form, dtype, D, E)
+    return chosen._replace(size=Size(kernels[chosen.form], dtype, W, p, problem.gated))
 
 
 def _choose(problem, form, chunk_size, states, reasons):
@@ -117,42 +115,10 @@ def kernel_chunk_size(T, W, p, chunk_size, gated):
     return min(-(-chunk_size // 128), -(-T // 128)) * 128
 
 
-def kernel_reason(form, device, dtype, D, E, p):
-    """Return why the kernels of this form cannot be used on a device, or "". Warn once for each reason if it is a GPU.
+def why_not(form, device, dtype, D=0, E=0, p=0):
+    """Return why the kernels of `form` cannot be used on a device, or "". Warn once for each reason if it is a GPU.
 
-    form: as for `kernels.unsupported_reason`; device: a torch.device or its name, "cuda" for the current GPU.
-    """
-    name = "power attention" if form == "quadratic" else ""
-    return _reason(name, device, dtype, partial(unsupported_reason, form, dtype, D, E, p))
-
-
-def failed_check(form, dtype, W, p, gated, device):
-    """Return what is wrong with the kernels of this width on this GPU, or "". Warn of it once. form: see
-    `check.Size`."""
-    fault = failure(Size(form, dtype, W, p, gated), device)
-    if fault:
-        warn_once(f"power attention runs without its {form} kernels, which fail on this machine: {fault}")
-    return fault
-
-
-def heinsen_kernel_reason(device, dtype, v_dtype, D, E):
-    """Return why the kernels of log attention cannot be used for q and k of `dtype` and values of v_dtype, or "". Warn
-    once for each reason if the device, as for `kernel_reason`, is a GPU."""
-    unsupported = partial(unsupported_reason, "heinsen", dtype, D, E, 0)
-    size = Size("heinsen", dtype, width("heinsen", dtype, D, E), v_dtype=v_dtype)
-    return _reason("heinsen attention", device, dtype, unsupported, size)
-
-
-def pointwise_reason(form, device, dtype, D=None):
-    """Return why the kernel of `form`, "cross_entropy" or for heads of D entries "rotary", cannot be used for tensors
-    of this device and dtype, or "". Warn once for each reason if the device, as for `kernel_reason`, is a GPU."""
-    return _reason(form.replace("_", " "), device, dtype, unusable_machine, Size(form, dtype, D))
-
-
-def _reason(name, device, dtype, unsupported, size=None):
-    """Return why no kernel takes tensors of this device and dtype, or "". Warn if `name` is given.
-
-    That is unsupported(device), or with a Size what is wrong with its kernels.
+    form, D, E, p: as for `kernels.why_not`; device: a torch.device or its name, "cuda" for the current GPU.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -161,16 +127,27 @@ def _reason(name, device, dtype, unsupported, size=None):
         return f"{str(dtype).removeprefix('torch.')} is computed in PyTorch"
     if transforms_active():
         return "torch.func's transforms and forward mode are computed in PyTorch"
-    reason = _disabled or unsupported(device) or (failure(size, device) if size else "")
-    if reason and name:
-        warn_once(f"{name} runs in plain PyTorch, not on its Triton kernels: {reason}")
+    reason = _disabled or backend.why_not(form, dtype, D, E, p, device)
+    if reason and form in WARNED_OF:
+        warn_once(f"{WARNED_OF[form]} runs in plain PyTorch, not on its Triton kernels: {reason}")
     return reason
 
 
 # torch.compile asks once and does not look inside. torch.compiler.assume_constant_result sets this mark too, but it
 # imports torch._dynamo, which takes 2 s that a program without torch.compile need not wait.
-for function in (kernel_reason, failed_check, heinsen_kernel_reason, pointwise_reason):
-    function._dynamo_marked_constant = True
+why_not._dynamo_marked_constant = True
+
+
+def compare_plans(plans, dtype, device, D):
+    """Return "" if the kernels of these Plans agree with float64 on a GPU, else one line that says what is wrong.
+
+    A Plan may be None. With them go the losses and the rotations of heads of D entries, in `dtype`.
+    """
+    sizes = [
+        Size(form, dtype, D * (form == "rotary") or None) for form in POINTWISE if not why_not(form, device, dtype)
+    ]
+    sizes += [chosen.size for chosen in plans if chosen and chosen.size]
+    return check.compare(dict.fromkeys(sizes), device)
 
 
 def disable_kernels(reason):
@@ -188,3 +165,9 @@ def warn_once(message):
 
 _disabled = ""
 _warned = set()
+WARNED_OF = {  # form: what has these kernels
+    "quadratic": "power attention",
+    "heinsen": "heinsen attention",
+    "rotary": "rotary",
+    "cross_entropy": "cross entropy",
+}
