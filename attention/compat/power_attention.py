@@ -1,22 +1,14 @@
 """The interface of the library power_attention: change its import to this module.
 
-    from sympow.attention.compat.power_attention import create_inputs, power_full
+    from sympow.attention.compat.power_attention import power_full
 
-    Y = power_full(**create_inputs(gating=True, chunk_size=128))
     Y, state = power_full(Q, K, V, log_G, deg=2, return_final_state=True)       # state: the pair (S, sum_of_keys)
     Y, state = power_full(Q, K, V, log_G, state, deg=2, return_final_state=True)
 
-docs/use/library.md says what differs. Its steps (attention, update_state, query_state, discumsum) are here too.
+docs/use/library.md says what differs.
 """
 
-import torch
-
-from . import retention
-from .steps import attention, discumsum, query_state, update_state
-
-__all__ = [
-    "power_full", "attention", "update_state", "query_state", "discumsum", "create_inputs",
-]  # fmt: skip
+from .retention import power_retention
 
 
 def power_full(
@@ -31,27 +23,6 @@ def power_full(
     multiple. scale (default 1/sqrt(d)) and switch_over_seq_len, from which length on chunks are used, do not change Y.
     Raises ValueError and MemoryError as `attention.power_attention` does.
     """
-    out = retention.power_retention(
-        Q,
-        K,
-        V,
-        log_G,
-        initial_state,
-        return_final_state=return_final_state,
-        deg=deg,
-        scale=scale,
-        chunk_size=chunk_size,
-    )
+    options = dict(deg=deg, scale=scale, chunk_size=chunk_size, return_final_state=return_final_state)
+    out = power_retention(Q, K, V, log_G, initial_state, **options)
     return (out[0], out[1:]) if return_final_state else out
-
-
-def create_inputs(
-    b=2, t=1024, h=8, d=32, qhead_ratio=1, dtype=torch.float16, device="cuda", gating=False, chunk_size=None, deg=2,
-    requires_grad=False, seed=42, scale=1.0,
-):  # fmt: skip
-    """Return random arguments for `power_full`, a dictionary; device "cuda" is the CPU without a GPU."""
-    inputs = retention.create_inputs(
-        b, t, h, d, qhead_ratio, dtype, device, gating, chunk_size, deg, requires_grad, seed, scale
-    )
-    del inputs["sum_of_keys"], inputs["switch_over_seq_len"]
-    return inputs

@@ -27,24 +27,20 @@ def cast_from_float16(*tensors):
     return tuple(x.to(computed_dtype(x.dtype)) for x in tensors)
 
 
-def check_power(p):
-    """Raise ValueError unless p is 2, 4, 6 or 8: above, scores of 1/1000 of the largest are below float32's range."""
-    check_even(p, "p")
-    if p > LARGEST_POWER:
-        raise ValueError(f"p must be at most {LARGEST_POWER}, got {p}: float32 does not hold larger powers")
-
-
-def check_even(p, name):
-    """Raise ValueError unless p, which the caller calls `name`, is a positive even integer."""
+def check_power(p, name="p"):
+    """Raise ValueError unless p, which the caller calls `name`, is 2, 4, 6 or 8: above, scores of 1/1000 of the largest
+    are below float32's range."""
     if not isinstance(p, int) or p < 2 or p % 2:
         raise ValueError(f"{name} must be a positive even integer, got {p!r}")
+    if p > LARGEST_POWER:
+        raise ValueError(f"{name} must be at most {LARGEST_POWER}, got {p}: float32 does not hold larger powers")
 
 
-def check_tensors(q, k, v, *, causal=True, **more):
+def check_tensors(q, k, v, **more):
     """Raise ValueError unless q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E] fit each other.
 
-    They must share one floating dtype and one device, and `more`, tensors or None by name, must be there too. With
-    `causal` n may not be above T.
+    They must share one floating dtype and one device, and `more`, tensors or None by name, must be there too. n may not
+    be above T.
     """
     shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
     if not q.ndim == k.ndim == v.ndim == 4:
@@ -54,7 +50,7 @@ def check_tensors(q, k, v, *, causal=True, **more):
         raise ValueError(f"q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] do not fit: {shapes}")
     if min(n, T, H, Hkv, D, v.shape[3]) < 1:
         raise ValueError(f"n, T, H, D of q [B,n,H,D], k [B,T,Hkv,D], v [B,T,Hkv,E] must be positive: {shapes}")
-    if causal and n > T:
+    if n > T:
         raise ValueError(f"queries are those of the last n of T tokens, got n={n} above T={T}")
     if H % Hkv:
         raise ValueError(f"the query heads must be a multiple of the key/value heads, got {H} and {Hkv}")
