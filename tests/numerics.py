@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -49,6 +50,17 @@ def gradients(function, tensors, weights=None, to=lambda x: x):
     weights = [weight.to(y) for weight, y in zip(weights, outputs, strict=True)]
     inputs = [x for x in leaves if x is not None and x.requires_grad]
     return [*outputs, *torch.autograd.grad(outputs, inputs, weights, materialize_grads=True)]
+
+
+@contextmanager
+def uninitialized_memory_is_nan():
+    """Fill allocations with NaN, so that an element that no kernel writes is NaN; on a GPU check.errors does it."""
+    torch.use_deterministic_algorithms(not GPU)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 class Largest(TorchDispatchMode):

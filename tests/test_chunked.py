@@ -1,11 +1,9 @@
-"""The chunked kernels against float64: outputs, every gradient, states in and out.
+"""What test_combinations.py does not cover of the chunked kernels: layouts, many chunks, unusual numbers and gates.
 
 On the CPU in Triton's interpreter, in float32; with TEST_GPU=1 on the GPU, in bfloat16 and float32.
 """
 
 import math
-from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -13,10 +11,9 @@ from numerics import GATES, LARGE, relative_error
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from test_kernels import DEVICE, DTYPES, GPU, gradients, inputs, uninitialized_memory_is_nan  # noqa: E402
+from test_kernels import DEVICE, DTYPES, GPU, gradients, inputs  # noqa: E402
 
-from sympow.attention import naive  # noqa: E402
-from sympow.attention.operator import dispatch, forms, memory  # noqa: E402
+from sympow.attention.operator import dispatch, memory  # noqa: E402
 from sympow.attention.embedding import symmetric_power_embedding  # noqa: E402
 from sympow.attention.power import PowerState, power_attention  # noqa: E402
 from sympow.kernels.chunked import discumsum, passes as chunked, query_gradient_p4  # noqa: E402
@@ -142,27 +139,15 @@ def features_in_float16(monkeypatch):
 
 
 EVERY_GATE = [(LONG, g, p, dict(H=HEADS, D=32 if GPU and p == 2 else 16)) for g in GATES for p in POWERS]
-EVERY_LENGTH = [(T, "learned", 2, {}) for T in (1, 127, 128, 129)]
-EVERY_HEAD_DIMENSION = [  # and groups of heads
-    (GPU and 1500 or 140, "zeros" if (D, p) == (32, 2) else "none", p, dict(sizes, D=D))
-    for D, p, sizes in [
-        (16, 2, dict(B=2, H=4, Hkv=2)),
-        (32, 2, dict(B=2, H=4, Hkv=2) if GPU else dict(H=2, Hkv=2)),
-        (64, 2, dict(B=2, H=4, Hkv=2) if GPU else dict(H=1)),
-        *((D, 4, dict(B=2, H=4, Hkv=2)) for D in (16, 32) if GPU),
-    ]
-]
 P_4 = (140, "all zero" if GPU else "zeros", 4, dict(H=HEADS))
 # gates are summed up in pieces of 1,024 tokens: the number of resets before each has to carry over
 RESETS_IN_A_LATER_PIECE = (1100, "zeros", 2, dict(H=1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "T,gates,p,sizes", [*EVERY_GATE, *EVERY_LENGTH, *EVERY_HEAD_DIMENSION, P_4, RESETS_IN_A_LATER_PIECE]
-)
+@pytest.mark.parametrize("T,gates,p,sizes", [*EVERY_GATE, P_4, RESETS_IN_A_LATER_PIECE])
 def test_outputs_and_gradients(T, gates, p, sizes, dtype):
-    limits = {1100: 8e-3} | dict.fromkeys((1, 127, 128, 129, 140), 5e-2)
+    limits = {1100: 8e-3, 140: 5e-2}
     tolerance = limits.get(T) if dtype == torch.bfloat16 else None
     assert_right(*inputs(T, gates, dtype, **sizes), p, tolerance=tolerance)
 
@@ -179,19 +164,6 @@ def test_features_in_float16(D, p, features_in_float16):
 def on_kernels(monkeypatch):
     """Let power_attention take the kernels for all but float64."""
     monkeypatch.setattr(dispatch, "why_not", lambda form, device, dtype, *_: "no" * (dtype == torch.float64))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_state_without_queries_and_the_last_rows_after_it(dtype, on_kernels):
-    """chunked_state alone, and power_attention of fewer queries than keys, which starts from it."""
-    (q, *rest), dy = inputs(290, "zeros", dtype, H=2)
-    q, dy = q[:, -40:], dy[:, -40:]
-    attend = lambda form: lambda *x: power_attention(*x, p=2, form=form, chunk_size=128)
-    expected = gradients(attend("quadratic"), [q, *rest], dy, torch.Tensor.double)
-    assert_close(gradients(attend("chunked"), [q, *rest], dy), expected, dy)
-    state = operators.chunked_state(*rest, p=2, chunk=128)
-    for x, r in zip(state, forms.flush(*(x.double() for x in rest), None, p=2)):
-        assert relative_error(x, r, 1e-9) < (1e-5 if dtype == torch.float32 else 4e-3)
 
 
 @pytest.mark.parametrize("p", [2, 4])
@@ -273,7 +245,7 @@ def test_rows_of_keys_without_a_mean_are_not_reflected(features_in_float16, monk
     reflected = mean - 2 * (mirror[1] @ mean) * mirror[1]
     assert reflected[1:].abs().max() < 1e-5 and abs(reflected[0].abs() - mean.norm()) < 1e-5
     meta = [x.to("meta") for x in (q, k, v, log_g)]
-    *_, shapes = torch.ops.sympow.chunked(*meta, None, None, None, None, 2, 128, False, None)
+    *_, shapes = torch.ops.sympow.chunked(*meta, None, None, None, 2, 128, False, None)
     assert [x.shape for x in shapes] == [x.shape for x in saved]
     monkeypatch.setattr(chunked, "reflects", lambda *_: False)
     as_it_came = chunked.forward(q, k, v, log_g, p=2, chunk=128)[0]
@@ -313,44 +285,6 @@ def test_inputs_of_any_size(size, dtype):
     assert_right([q, k * size, v * size, log_g], dy)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "gates,p",
-    [
-        ("none", 2),
-        pytest.param("learned", 2, marks=pytest.mark.slow),  # "zeros" are learned gates with resets among them
-        ("zeros", 2),
-        pytest.param("near one" if GPU else "learned", 4, marks=pytest.mark.slow),
-    ],
-)
-def test_pieces_with_states_equal_the_whole(gates, p, dtype):
-    """y, the last state and all gradients, through the states between pieces, with a loss on the last state too."""
-    T, D = 300 if GPU else 200 if p == 2 else 130, 16
-    tensors, dy = inputs(T, gates, dtype, D=D)
-    tensors += naive.state_after(*torch.randn(2, 1, 50, 1, D, device=DEVICE), p=p)
-    weights = [dy, *(torch.randn_like(x) / 100 for x in tensors[4:])]
-
-    def in_pieces(*tensors, cuts):
-        ys, state = [], tensors[4:]
-        for start, end in pairwise((0, *cuts, T)):
-            piece = [x if x is None else x[:, start:end] for x in tensors[:4]]
-            y, *state = operators.chunked_attention(*piece, *state, p=p, chunk=128, final=True)
-            ys.append(y)
-        return torch.cat(ys, 1), *state
-
-    def whole(q, k, v, log_g, *state):
-        options = dict(p=p, form="quadratic", initial_state=PowerState(*state), return_state=True)
-        y, state = power_attention(q, k, v, log_g, **options)
-        return y, *state
-
-    expected = gradients(whole, tensors, weights, torch.Tensor.double)
-    limit = 1e-4 if dtype == torch.float32 else 2e-2
-    for cuts in ([], [1, 129]) if p == 2 or GPU else ([],):
-        results = gradients(partial(in_pieces, cuts=cuts), tensors, weights)
-        for i, (x, r) in enumerate(zip(results, expected, strict=True)):
-            assert relative_error(x, r, 1e-3 * dy.norm().item()) < limit, f"output {i}, cuts {cuts}"
-
-
 def test_discumsum_is_its_naive_twin():
     random = lambda f, *shape: f(*shape, device=DEVICE)
     u, g, first = random(torch.randn, 2, 4, 320), random(torch.rand, 2, 4), random(torch.randn, 2, 320)
@@ -370,7 +304,7 @@ def test_the_operators_keep_torchs_rules():
     leaves = [x.detach().requires_grad_() for x in tensors]
     state = [torch.rand(1, 1, 136, 16, device=DEVICE), torch.rand(1, 1, 136, device=DEVICE)]
     state = [x.requires_grad_() for x in state]
-    torch.library.opcheck(torch.ops.sympow.chunked.default, (*leaves, *state, None, None, 2, 128, True, None))
+    torch.library.opcheck(torch.ops.sympow.chunked.default, (*leaves, *state, None, 2, 128, True, None))
 
 
 def test_a_compiled_function_has_no_graph_break():
@@ -414,16 +348,6 @@ def test_long_sequences(T, D, p, gates):
     tensors, dy = inputs(T, gates, torch.bfloat16, H=2, Hkv=1, D=D)
     attend = lambda *x: power_attention(*x, p=p, form="chunked", chunk_size=1024)
     assert_close(gradients(attend, tensors, dy), gradients(reference(p), tensors, dy, torch.Tensor.double), dy)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("T,D,p", [(3000, 64, 2), (3000, 16, 4), (3000, 32, 4), (40000, 32, 4)])
-def test_two_runs_give_the_same_bits_and_nothing_is_left_unwritten(T, D, p):
-    tensors, dy = inputs(T, "learned", torch.bfloat16, D=D)
-    first = gradients(chunks(p), tensors, dy)
-    with uninitialized_memory_is_nan():
-        again = gradients(chunks(p), tensors, dy)
-    assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
 def test_the_cost_model_says_quadratic_first_and_then_chunked():

@@ -1,9 +1,10 @@
 """Combinations of arguments of power_attention: in every pair of them y, states and every gradient equal float64.
 
 With TEST_GPU=1 on the GPU, in its kernels, where also every three of TRIPLES occur; elsewhere in PyTorch, with short
-sequences. Most of the time kernels are compiled: `make test-gpu` does it in several processes. A fault of the kernels
-may need a form, a number of queries, no gates and a tensor without a gradient at once, so no case was chosen by hand.
-Two runs must give the same bits. Before each, free memory is filled with NaN.
+sequences, and in float32 on the kernels in Triton's interpreter. Most of the time on a GPU kernels are compiled:
+`make test-gpu` does it in several processes. A fault of the kernels may need a form, a number of queries, no gates and
+a tensor without a gradient at once, so no case was chosen by hand. Two runs must give the same bits. Before each, free
+memory is filled with NaN.
 """
 
 from functools import partial
@@ -12,12 +13,12 @@ from itertools import accumulate, repeat
 import pytest
 import torch
 from covering import cover
-from numerics import DEVICE, GATES, GPU, relative_error
+from numerics import DEVICE, GATES, GPU, relative_error, uninitialized_memory_is_nan
 from torch.nn.functional import logsigmoid, pad
 
 from sympow.attention import naive
 from sympow.attention.embedding import symmetric_power_dim, symmetric_power_embedding
-from sympow.attention.operator import check
+from sympow.attention.operator import check, dispatch
 from sympow.attention.power import power_attention
 
 FACTORS = dict(
@@ -30,7 +31,7 @@ FACTORS = dict(
     gradient=("of y", "of the state", "of both"),
     packed=(False, True),
     dtype=("bfloat16", "float32", "float16", "float64", "autocast"),
-    D=(16, 64, 128),
+    D=(16, 32, 64, 128) if GPU else (16, 64, 128),
     E=("D", "narrower", "wider"),
     heads=((2, 2), (2, 1), (6, 2)),
     batch=(1, 2),
@@ -39,6 +40,20 @@ FACTORS = dict(
     T=(1, 40, 1019, 1024) if GPU else (1, 40),
 )
 TRIPLES = ("form", "queries", "gates", "state", "needs") if GPU else ()
+INTERPRETED = FACTORS | dict(  # the interpreter takes seconds for each
+    form=("quadratic", "chunked"),
+    gates=("none", "learned", "strong", "zeros"),
+    state=("none", "both"),
+    needs=("all", "q", "k v"),
+    packed=(False,),
+    dtype=("float32",),
+    D=(16, 12),
+    heads=((1, 1), (2, 1)),
+    batch=(1,),
+    layout=("fused", "transposed", "expanded dy"),
+    chunk_size=(128,),
+    T=(1, 65, 130),
+)
 GATES = GATES | {"documents": lambda x: logsigmoid(x + 4).masked_fill(x > 2, float("-inf"))}
 LARGEST = 2**23 if GPU else 2**18  # entries of a state in float64; the features of all tokens may have 4 times as many
 
@@ -67,6 +82,7 @@ def reads_features(case):
 
 
 CASES = cover(FACTORS, allowed, TRIPLES)
+INTERPRETED_CASES = [] if GPU else cover(INTERPRETED, allowed)
 
 
 def create(case):
@@ -172,7 +188,7 @@ PLAIN = {name: values[0] for name, values in FACTORS.items()} | dict(dtype="floa
 
 
 def assert_equals_float64(limit=None, change=lambda tensors: None, **settings):
-    """Compare power_attention twice with the specification, in a case of PLAIN and these settings.
+    """Compare power_attention, in two runs, with the specification, in a case of PLAIN and these settings.
 
     limit: the largest error, by default that of `tolerance`. change(tensors) may change the arguments by name.
     """
@@ -200,3 +216,21 @@ def describe(case):
 def test_every_pair_of_arguments_equals_float64(case):
     check.fill_free_memory(DEVICE)
     assert_equals_float64(**case)
+
+
+def is_slow(case):
+    """Return True for what takes the interpreter long: states of p = 4."""
+    return case["p"] == 4 and reads_features(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=describe(case), marks=[pytest.mark.slow] * is_slow(case)) for case in INTERPRETED_CASES],
+)
+def test_on_the_kernels_in_the_interpreter_every_pair_equals_float64(case, monkeypatch):
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    why_not = dispatch.why_not
+    monkeypatch.setattr(dispatch, "why_not", lambda form, device, *sizes: why_not(form, "cuda", *sizes))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    with uninitialized_memory_is_nan():
+        assert_equals_float64(**case)

@@ -1,10 +1,10 @@
-"""The operators take rows of any width, and say what the kernels do not take."""
+"""The table of operators in attention/operator/check.py, rows of any width, and what the kernels do not take."""
 
 from itertools import combinations_with_replacement
 
 import pytest
 import torch
-from numerics import relative_error
+from numerics import relative_error, uninitialized_memory_is_nan
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
@@ -15,28 +15,35 @@ from sympow.attention.operator import check, forms  # noqa: E402
 from sympow.attention import gates  # noqa: E402
 from sympow.attention.operator.check import Size  # noqa: E402
 from sympow.kernels import HEAD_DIMS, why_not, width  # noqa: E402
+from sympow.kernels.heinsen import passes as heinsen  # noqa: E402
 from sympow.kernels.widths import narrow_state, to_width, widen_state  # noqa: E402
 from sympow.kernels.layout import positions_of_narrower  # noqa: E402
 
-# ---- rows of any width
+# ---- the table of check.py
 
-PADDED = [
-    (Size("quadratic", DTYPES[0], 24, 4, True, E=20, n=37), 60),
-    (Size("quadratic", torch.bfloat16, 130, 2, False, E=256), 33),
-    (Size("sums", DTYPES[0], 12, 2, True, E=16, n=30), 40),
-    (Size("chunked", DTYPES[0], 12, 2, True, E=20), 60),
-    (Size("states", DTYPES[0], 12, 2, True, E=20), 60),
-    *([(Size("states", DTYPES[0], 12, 4, False, E=10), 1500)] if GPU else []),  # the interpreter takes a minute
+FAST, SLOW = [], [pytest.mark.slow]
+TABLE = [
+    (Size("quadratic", DTYPES[0], 24, 4, True, E=20, n=37), 60, FAST),
+    (Size("quadratic", torch.bfloat16, 130, 2, False, E=256), 33, FAST),
+    (Size("sums", DTYPES[0], 12, 2, True, E=16, n=30), 40, FAST),
+    (Size("sums", DTYPES[0], 16, 6), 70, SLOW),
+    (Size("chunked", DTYPES[0], 12, 2, True, E=20), 60, SLOW),
+    (Size("states", DTYPES[0], 12, 2, True, E=20), 60, SLOW),
+    *((Size("heinsen", DTYPES[0], D), 17, FAST if D == 16 else SLOW) for D in (16, 32, 64, 128)),
+    (Size("heinsen", DTYPES[0], 16, v_dtype=torch.float32), 70, FAST),
+    *([(Size("states", DTYPES[0], 12, 4, False, E=10), 1500, FAST)] if GPU else []),  # the interpreter takes a minute
 ]
 
 
-@pytest.mark.parametrize(
-    "size,T",
-    [pytest.param(*x, marks=[pytest.mark.slow] * (x[0].form in ("chunked", "states"))) for x in PADDED],
-)
-def test_rows_of_any_width_equal_float64(size, T):
+@pytest.mark.parametrize("size,T", [pytest.param(size, T, marks=marks) for size, T, marks in TABLE])
+def test_every_operator_and_width_equals_float64_with_the_same_bits_twice(size, T, monkeypatch):
+    """In memory that is full of NaN."""
+    if not GPU:
+        monkeypatch.setattr(heinsen, "CHUNK", 32)  # a few tokens are several chunks
     forward, backward = (1e-5, 1e-4) if size.dtype == torch.float32 else (4e-3, 5e-2)
-    for name, error in check.errors(size, 1500 if GPU else T, DEVICE).items():
+    with uninitialized_memory_is_nan():
+        errors = check.errors(size, 1500 if GPU else T, DEVICE)
+    for name, error in errors.items():
         assert error <= (forward if name == "y" else backward), f"{name}: error {error:.1e}"
 
 
