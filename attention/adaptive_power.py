@@ -193,7 +193,7 @@ class AdaptivePower(KVCacheVariant):
 
     def plans(self, block_size, dtype, device, ranks=1):
         if not self.mixes:
-            return [Plan("quadratic", None, False, "a power for each token is computed in PyTorch")]
+            return [Plan("quadratic", None, False)]  # a power for each token is computed in PyTorch
         D, gated = self.config.head_dim, self.config.gated
         problems = [Problem(block_size, D, D, m, dtype, device, gated) for m in self.p]
         return [plan(problem, self.form, self.chunk_size, pieces=ranks) for problem in problems]

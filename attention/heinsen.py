@@ -212,12 +212,12 @@ class Heinsen(Variant):
     def training_plan(self, block_size, dtype, device, ranks=1):
         form, D, dtype = self.config.form, self.config.head_dim, computed_dtype(dtype)
         if form in ("quadratic", "recurrent"):
-            return Plan(form, 1 if form == "recurrent" else None, False, f"the {form} form is PyTorch's")
+            return Plan(form, 1 if form == "recurrent" else None, False)
         v_dtype = torch.float32 if IS_LOG[self.config.values] and dtype != torch.float64 else dtype
-        if reason := why_not("heinsen", device, dtype, D, D):
-            return Plan("chunked", self.config.chunk_size or CHUNK_SIZE, False, reason)
+        if why_not("heinsen", device, dtype, D, D):
+            return Plan("chunked", self.config.chunk_size or CHUNK_SIZE, False)
         size = Size("heinsen", dtype, backend.width("heinsen", dtype, D, D), v_dtype=v_dtype)
-        return Plan("chunked", KERNEL_BLOCK, True, "", size)
+        return Plan("chunked", KERNEL_BLOCK, True, size)
 
     def prompt_plans(self, dtype, device):
         return [self.training_plan(1, dtype, device)]

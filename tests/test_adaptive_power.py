@@ -250,7 +250,7 @@ def test_flops_count_each_power_of_a_mixture():
 
 def test_on_a_gpu_continuous_is_planned_in_pytorch():
     plan = tiny().transformer.h[0].attn.mix.training_plan(4096, torch.bfloat16, "cuda")
-    assert plan == Plan("quadratic", None, False, "a power for each token is computed in PyTorch")
+    assert plan == Plan("quadratic", None, False)
 
 
 def test_torch_compile_does_not_unroll_many_blocks(monkeypatch):

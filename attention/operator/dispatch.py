@@ -38,7 +38,6 @@ class Plan(NamedTuple):
     form: str  # "quadratic", "chunked" or "recurrent"
     chunk_size: int | None  # tokens a chunk; 1 in the recurrent form, None in the quadratic one
     on_kernels: bool  # on the Triton kernels, else in PyTorch
-    reason: str  # why it is not on the kernels; "" if it is
     size: Size | None = None  # the kernels, as check.py compares them
 
 
@@ -91,12 +90,12 @@ def _choose(problem, form, chunk_size, states, reasons):
             gain = 1 if reasons["quadratic"] else KERNEL_GAIN[dtype]
             form = "quadratic" if T <= gain * 1.5 * symmetric_power_dim(D, p) else "chunked"
     if form == "quadratic":
-        return Plan(form, None, not reasons[form], reasons[form])
+        return Plan(form, None, not reasons[form])
     if form == "recurrent":
-        return Plan(form, 1, False, "the recurrent form is PyTorch's")
+        return Plan(form, 1, False)
     if reasons[form]:
-        return Plan(form, chunk_size or default_chunk_size(D, p), False, reasons[form])
-    return Plan(form, kernel_chunk_size(T, W, p, chunk_size, gated), True, "")
+        return Plan(form, chunk_size or default_chunk_size(D, p), False)
+    return Plan(form, kernel_chunk_size(T, W, p, chunk_size, gated), True)
 
 
 def default_chunk_size(D, p):

@@ -50,15 +50,11 @@ class _Circulate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ring, q, k, v, log_g, sums):
-        pairs, context, resets = ring
-        keys, total = [k, v, log_g], None
-        for step in range(context.size):
-            coming, works = _shift(context, keys) if step + 1 < context.size else (None, [])
+        (pairs, context, resets), total = ring, None
+        for step, keys in _ring(context, [k, v, log_g]):
             for block in _blocks(context, step, q.shape[1]):
                 part = pairs.sums(*_inputs(block, block.take(q, *keys, log_g), sums, resets), own=step == 0)
                 total = part if total is None else pairs.add(total, part, block.rows)  # the first has all rows
-            _wait(works)
-            keys = coming
         y, row = pairs.finish(*total)
         ctx.pairs, ctx.context = pairs, context
         ctx.save_for_backward(q, k, v, log_g, sums, resets, y, row)
@@ -71,9 +67,8 @@ class _Circulate(torch.autograd.Function):
         q, k, v, log_g, sums, resets, y, row = ctx.saved_tensors
         upstream = pairs.upstream(dy.to(y.dtype), y, row)
         dq, dg, dsums = map(_zeros, (q, log_g, sums))
-        keys, arriving, works_back = [k, v, log_g], [None] * 3, []
-        for step in range(context.size):
-            coming, works = _shift(context, keys) if step + 1 < context.size else (None, [])
+        arriving, works_back = [None] * 3, []
+        for step, keys in _ring(context, [k, v, log_g]):
             dkeys = [*map(_zeros, keys)]
             for block in _blocks(context, step, q.shape[1]):
                 leaves = [_leaf(x) for x in (*block.take(q, *keys, log_g), sums)]
@@ -87,12 +82,19 @@ class _Circulate(torch.autograd.Function):
                 if earlier is not None:
                     d += earlier
             arriving, works_back = _shift(context, dkeys)
-            _wait(works)
-            keys = coming
         _wait(works_back)
         dk, dv, dg_keys = arriving
         dg = None if dg is None else (dg + dg_keys).to(log_g.dtype)
         return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg, dsums
+
+
+def _ring(context, keys):
+    """Yield each step and the keys, values and gates that this rank then has; the next ones come meanwhile."""
+    for step in range(context.size):
+        coming, works = _shift(context, keys) if step + 1 < context.size else (None, [])
+        yield step, keys
+        _wait(works)
+        keys = coming
 
 
 def _zeros(x):
