@@ -40,8 +40,7 @@ from sympow.runs.load import load_run, newest_run, no_checkpoint, transformers_t
 from sympow.runs.plots import choose_picture, means_by_position, plot_loss_by_position
 from sympow.runs.program import check_output, run_program, refuse
 from sympow.runs.scores import score_pieces
-from sympow.runs.settings import check_ranges, choose_device, read_settings
-from sympow.training.stages import final_context
+from sympow.runs.settings import check_ranges, choose_device, final_context, read_settings
 
 
 @dataclass

@@ -31,8 +31,8 @@ from sympow.runs.program import refuse
 from sympow.runs.settings import BOOLS, check_ranges, fields_of, read_settings
 from sympow.training.batches import count_epochs, examine, format_losses, mean_losses, micro_batches
 from sympow.training.optimizer import OPTIMIZERS, SCHEDULES, describe_jump, learning_rate, make_optimizer, take_step
-from sympow.training.plan import Plan, resume_hint, describe_run, make_networks, make_plan
-from sympow.training.stages import enter_stage, reason_to_stop, refuse_moved_stages, rehearse
+from sympow.training.plan import Plan, describe_run, make_networks, make_plan, reason_to_stop, resume_hint
+from sympow.training.stages import enter_stage, refuse_moved_stages, rehearse
 
 
 @dataclass

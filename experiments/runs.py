@@ -33,7 +33,7 @@ from sympow.runs import checkpoint
 from sympow.runs.folder import fingerprint
 from sympow.runs.program import Parser, refuse
 from sympow.runs.starts import environment
-from sympow.training.stages import reached_limit
+from sympow.training.plan import reached_limit
 
 
 @dataclass(frozen=True)

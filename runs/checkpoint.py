@@ -45,7 +45,7 @@ from sympow.runs.parts import (
     save_part,
     shapes_of,
 )
-from sympow.training.stages import final_context
+from sympow.runs.settings import final_context
 
 VERSION = 1  # of config.json and progress.json; files of another version are refused
 WRITING = ".writing-"  # the name of a checkpoint begins with this until it is whole

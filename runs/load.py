@@ -23,10 +23,9 @@ from sympow.runs.machine import check_kernels_of_prompts
 from sympow.runs.parts import Tensors
 from sympow.runs.processes import warn
 from sympow.runs.program import refuse
-from sympow.runs.settings import choose_device
+from sympow.runs.settings import choose_device, final_context
 from sympow.runs.source import exported_settings
 from sympow.runs.starts import last_code
-from sympow.training.stages import final_context
 
 
 @waiting("reading the weights")

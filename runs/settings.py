@@ -16,6 +16,7 @@ import os
 import re
 import runpy
 from dataclasses import fields
+from fractions import Fraction
 from functools import cache, partial
 from typing import get_args
 
@@ -241,3 +242,26 @@ def divide_sequences(sequences, limit):
     """
     batch_size = max(n for n in range(1, max(1, min(limit, sequences)) + 1) if sequences % n == 0)
     return batch_size, sequences // batch_size
+
+
+def parse_stages(then):
+    """Return [(context, start)] of the stages in `then`; start is a number of steps, or a Fraction: a share.
+
+    Raises ValueError if it cannot be read.
+    """
+    stages = []
+    for part in then.split(",") if then else ():
+        match = re.fullmatch(r" *(\d{1,18})@(?:(0?\.\d{1,18})|(\d{1,18})) *", part)
+        start = match and (Fraction(match[2]) if match[2] else int(match[3]))
+        if not start:
+            raise ValueError(
+                "then must be CONTEXT@START, or several with commas between, where START is a share of the run between "
+                f"0 and 1 or a number of steps, as in 16384@0.5,65536@0.9, got {then!r}"
+            )
+        stages.append((int(match[1]), start))
+    return stages
+
+
+def final_context(settings):
+    """Return the context of the last stage of a run with these settings, the contents of its config.json."""
+    return max([settings["block_size"], *(context for context, _ in parse_stages(settings["then"]))])

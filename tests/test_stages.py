@@ -23,6 +23,7 @@ from sympow.training import batches, stages
 from sympow.runs import checkpoint
 from sympow.runs import metrics as run_metrics
 from sympow.runs.metrics import wandb_row
+from sympow.runs.settings import final_context, parse_stages
 
 THEN = "--then=64@0.5,256@5"  # after 3 and after 5 of 6 steps
 GATED = ["--attention=sympow_gating", "--dropout=0.1", "--sample_tokens=0"]
@@ -187,7 +188,7 @@ def test_sizes_follow_from_the_first_stage(dataset):
 
 
 def test_shares_are_exact():
-    assert stages.parse_stages("64@0.1,128@0.29,256@.9") == [
+    assert parse_stages("64@0.1,128@0.29,256@.9") == [
         (64, Fraction(1, 10)),
         (128, Fraction(29, 100)),
         (256, Fraction(9, 10)),
@@ -327,4 +328,4 @@ def test_evaluate_takes_the_final_context_for_the_training_context(reference):
     cfg = evaluate.EvaluateConfig(documents=1, device="cpu")
     windows = evaluate.open_documents(str(reference), cfg)
     assert windows.block_size == 512  # 4 times 256 is more than a document has; 4 times 32 is not
-    assert stages.final_context(checkpoint.settings(str(reference))) == 256
+    assert final_context(checkpoint.settings(str(reference))) == 256

@@ -12,8 +12,6 @@ read in that step. Validation is at the final context from the first evaluation 
 """
 
 import math
-import re
-import signal
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -23,7 +21,7 @@ from sympow.attention.operator.memory import free_memory
 from sympow.data.loader import Windows
 from sympow.data.mixture import HeldOut, MixedWindows, open_windows
 from sympow.runs.program import refuse
-from sympow.runs.settings import accumulation_steps, divide_sequences
+from sympow.runs.settings import accumulation_steps, divide_sequences, parse_stages
 
 REHEARSED = ("cuda",)  # kinds of devices on which too little memory is an error that can be caught
 # numbers of 4 bytes that the backward pass keeps for each token, layer and entry of n_embd: at least, usually at most
@@ -43,29 +41,6 @@ class Stage:
     accumulation: int
     start: int | Fraction
     windows: Windows | MixedWindows
-
-
-def parse_stages(then):
-    """Return [(context, start)] of the stages in `then`; start is a number of steps, or a Fraction: a share.
-
-    Raises ValueError if it cannot be read.
-    """
-    stages = []
-    for part in then.split(",") if then else ():
-        match = re.fullmatch(r" *(\d{1,18})@(?:(0?\.\d{1,18})|(\d{1,18})) *", part)
-        start = match and (Fraction(match[2]) if match[2] else int(match[3]))
-        if not start:
-            raise ValueError(
-                "then must be CONTEXT@START, or several with commas between, where START is a share of the run between "
-                f"0 and 1 or a number of steps, as in 16384@0.5,65536@0.9, got {then!r}"
-            )
-        stages.append((int(match[1]), start))
-    return stages
-
-
-def final_context(settings):
-    """Return the context of the last stage of a run with these settings, the contents of its config.json."""
-    return max([settings["block_size"], *(context for context, _ in parse_stages(settings["then"]))])
 
 
 def steps_before(start, max_iters):
@@ -127,22 +102,6 @@ def enter_stage(stages, number, progress):
     """Return the new progress.stages of a run that takes its next step in the stage with this number."""
     entered = stages[len(progress.stages) + 1 : number + 1]
     return [*progress.stages, *([stage.block_size, progress.step] for stage in entered)]
-
-
-def reason_to_stop(run):
-    """Return a text that names the signal or the limit that ends a Run of train.py; "" if training goes on."""
-    if run.signal:
-        return f"{signal.Signals(run.signal).name} was received"
-    return reached_limit(run.plan.cfg, run.progress)
-
-
-def reached_limit(cfg, progress):
-    """Return a text that names the limit that a run has reached, of its steps or its time; "" if there is none."""
-    if progress.step >= cfg.max_iters:
-        return f"max_iters={cfg.max_iters} is reached"
-    if 0 < cfg.max_seconds <= progress.seconds:
-        return f"max_seconds={cfg.max_seconds:g} is reached"
-    return ""
 
 
 def describe_stages(stages, cfg, layout):
