@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from statistics import fmean, median
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -I leaves out
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # which python -I leaves out
 
 from sympow import did_you_mean
 from sympow.code import changed_files

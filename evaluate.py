@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -I leaves out
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # which python -I leaves out
 
 from sympow.runs import threads  # noqa: F401 (before torch)
 import torch

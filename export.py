@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -I leaves out
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # which python -I leaves out
 
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError

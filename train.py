@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Callable
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which python -I leaves out
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # which python -I leaves out
 from sympow.runs import threads, checkpoint, folder, machine  # noqa: F401 (threads before torch)
 import numpy as np
 import torch

@@ -11,7 +11,7 @@ that are spread over ranks; compat/ has the interfaces of two libraries.
 if __name__ != "sympow.attention":
     raise ImportError("attention/ is imported as sympow.attention")
 
-from .. import check_choice
+from sympow import check_choice
 from .adaptive_power import AdaptivePower
 from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower

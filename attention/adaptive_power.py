@@ -34,7 +34,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .. import check_choice
+from sympow import check_choice
 from .embedding import symmetric_power_dim
 from .even_power import power_flops
 from .gates import linear_fp32, reset_gates

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .. import check_choice
+from sympow import check_choice
 from .even_power import power_flops
 from .operator import backend, heinsen_forms
 from .operator.arguments import (

@@ -19,7 +19,7 @@ from dataclasses import fields, replace
 
 from torch import nn
 
-from .. import check_choice
+from sympow import check_choice
 from .operator.arguments import check_form, check_power
 from .operator.memory import cached_bytes
 from .positions import POSITIONS, LearnedPosition

@@ -11,7 +11,7 @@ import os
 
 import numpy as np
 
-from .. import did_you_mean
+from sympow import did_you_mean
 from . import DataError
 from .meta import SPLITS, VersionError, read_meta, shard_is_whole, shards_of
 from .tokenizer import load_tokenizer
@@ -116,7 +116,7 @@ class Dataset:
 
 def _find(name):
     """Return (path of the dataset's folder, command that prepares it). Raises DataError if there is no such folder."""
-    folder = os.path.dirname(os.path.abspath(__file__))
+    folder = os.path.dirname(os.path.realpath(__file__))
     path = os.path.join(folder, name or "NAME")
     if os.sep in name or (os.path.exists(name) and not os.path.isdir(path)):
         path = os.path.abspath(name)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-TABLE = Path(__file__).with_name("table.json")
+TABLE = Path(__file__).resolve().with_name("table.json")
 
 
 def cache_folder():

@@ -11,8 +11,6 @@ import logging
 import os
 import sys
 import traceback
-from importlib.machinery import PathFinder
-from importlib.util import LazyLoader, module_from_spec
 
 import tokenizers
 import torch
@@ -44,10 +42,7 @@ def load_tasks(names, include_path=None, num_fewshot=-1):
         raise DataError("--tasks names no task")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of each default of a metric
     # The code of a task that imports `evaluate` means Hugging Face's package, not evaluate.py of this repository.
-    spec = PathFinder.find_spec("evaluate", [path for path in sys.path if os.path.realpath(path) != ROOT])
-    spec.loader = LazyLoader(spec.loader)  # few tasks import it, which takes seconds
-    sys.modules["evaluate"] = module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["evaluate"])
+    sys.path.sort(key=lambda path: os.path.realpath(path) == ROOT)  # moves this repository's folder to the end
     manager = TaskManager(include_path=include_path, include_defaults=False)
     if any(name not in manager.all_tasks and not name.endswith(".yaml") for name in names):
         manager = TaskManager(include_path=include_path)  # reads the index of lm_eval's own tasks: ten seconds

@@ -6,8 +6,8 @@
     layer = sympow.Attention(n_embd=768, n_head=12)           # an nn.Module: x [B, T, 768] to y [B, T, 768]
 
 sympow.transformers, which needs transformers, puts it into Llama and other models of that library, with its state as
-their cache. In a clone of the repository, sympow.attention is the folder attention/ and sympow.model is model.py;
-`pip install .` installs these under the same names.
+their cache. In a clone of the repository, sympow/attention is a symbolic link to the folder attention/ beside it, and
+sympow/model.py one to model.py; `pip install .` installs the files themselves under the same names.
 """
 
 import difflib
@@ -16,9 +16,12 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-_ROOT = Path(__file__).resolve().parents[1]
-if (_ROOT / "attention").is_dir():  # a clone
-    __path__.append(str(_ROOT))
+_here, _beside = (folder / "attention" / "conformal_sympow.py" for folder in Path(__file__).parents[:2])
+if not _here.is_file() or (_beside.is_file() and not _here.samefile(_beside)):  # a clone without links, or with copies
+    raise ImportError(
+        f"{Path(__file__).parent} needs its symbolic links to the folders and programs beside it: clone the repository "
+        "with `git clone -c core.symlinks=true` (on Windows in developer mode), and copy it with what keeps links"
+    )
 
 # {public name: its module}; imported when they are used, because scripts that prepare data do without torch
 _MODULES = {

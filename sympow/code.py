@@ -4,7 +4,7 @@
     warn_of_changes("out/a was trained with", record)      # ... other code (sympow 0.1.0, here 0.1.0): model.py
 
 A file's hash is one of its syntax tree, in which comments, docstrings and formatting change nothing. Names are relative
-to the root of a clone or to the installed package, which has the files of MODEL under the same names.
+to the package: in a clone it has links to all folders, where it is installed the files of MODEL.
 """
 
 import ast
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import sympow
 
-ROOT = Path(sympow.__path__[-1])  # of a clone, which sympow/__init__.py appends, or the installed package
+PACKAGE = Path(sympow.__file__).parent
 # files, and folders of files, that decide what a model computes
 MODEL = ("model.py", "layers/", "attention/", "kernels/", "kernels/table.json")
 # those that decide how it is trained; in the last three are attentions that only experiments have
@@ -41,8 +41,8 @@ def record_code(places=TRAINING):
 
 def read_sources(places):
     """Return {name: bytes} of the files in these places."""
-    paths = [path for place in places for path in (ROOT / place, *(ROOT / place).rglob("*.py")) if path.is_file()]
-    return {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in sorted(paths)}
+    paths = [path for place in places for path in (PACKAGE / place, *(PACKAGE / place).rglob("*.py")) if path.is_file()]
+    return {path.relative_to(PACKAGE).as_posix(): path.read_bytes() for path in sorted(paths)}
 
 
 def hash_sources(sources):

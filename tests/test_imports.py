@@ -1,6 +1,9 @@
-"""Imports run one way, also those inside functions, so that a reader who follows the arrows never comes back."""
+"""Imports are found by syntax and paths alone, as editors do, and run one way, also those inside functions."""
 
 import ast
+import os
+import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,66 +12,95 @@ from helpers import run
 ROOT = Path(__file__).resolve().parent.parent
 # the most lines that these files may have
 SHORT = {"model.py": 310, "train.py": 340, "sample.py": 250, "README.md": 100, "docs/understand/attention.md": 150}
-PROGRAMS = {"train", "sample", "evaluate", "compare", "doctor", "export"}
 MODEL = {"model", "layers", "attention", "kernels"}
-# the rooms that a room (or top-level file) may import; data/*/prepare.py are programs of data/
+LIBRARIES = {*MODEL, "data", "generation", "runs"}
+# the rooms that a room (or top-level file) may import, from the ground floor up; each is above those that it imports.
+# data/*/prepare.py are programs of data/
 ALLOWED = {
+    "ground": set(),
+    "config": set(),
     "kernels": set(),
     "data": set(),
     "attention": {"kernels"},
     "layers": {"attention"},
     "model": {"layers", "attention"},
-    "generation": {*MODEL, "data", "runs"},
-    "training": {*MODEL, "data", "runs", "generation"},
-    "runs": {*MODEL, "data", "training", "generation", "sympow"},
-    "config": set(),
     "sympow": MODEL,
-    **dict.fromkeys(PROGRAMS, {*MODEL, "generation", "runs", "training", "data", "compare", "export"}),
+    "generation": {*MODEL, "data"},
+    "runs": {*MODEL, "data", "sympow"},
+    "training": LIBRARIES,
+    "doctor": LIBRARIES,
+    "compare": LIBRARIES,
+    "export": LIBRARIES,
+    "sample": LIBRARIES,
+    "train": {*LIBRARIES, "training"},
+    "evaluate": {*LIBRARIES, "compare"},
+    "bench": {*LIBRARIES, "training", "train"},
+    "experiments": {*LIBRARIES, "training", "train", "compare", "bench"},
 }
-
-EVERYWHERE = {"sympow", "sympow.code"}  # they import nothing of this repository
+PROGRAMS = {"train", "sample", "evaluate", "compare", "doctor", "export"}
+GROUND = {"sympow/__init__.py", "sympow/code.py"}  # they import nothing of this repository, and every room may them
 
 
 def files():
-    """Return {module name: path} of the files that have rules; bench/, experiments/ and tests/ may import anything."""
+    """Return {path relative to the root: path} of all files of Python outside of tests, links left out."""
     paths = [*ROOT.glob("*.py")]
-    for room in ALLOWED:
+    for room in {*ALLOWED} - {"ground"}:
         paths += (ROOT / room).rglob("*.py")
-    dotted = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
-    dotted = {name.removesuffix(".__init__"): path for name, path in dotted.items()}
-    return {name if name.startswith("sympow") else f"sympow.{name}": path for name, path in dotted.items()}
+    return {path.relative_to(ROOT).as_posix(): path for path in sorted(paths) if not path.is_symlink()}
 
 
 FILES = files()
 
 
+def find(path):
+    """Return the name of the file that `import` loads for a path without a suffix, or of a folder without __init__.py;
+    None if there is none. What lies behind a link has the name that it has beside sympow/."""
+    for candidate in (path / "__init__.py", path.with_suffix(".py"), path):
+        if candidate.exists():
+            return candidate.resolve().relative_to(ROOT).as_posix()
+
+
+@cache
+def parse(name):
+    """Return the nodes of a file's syntax tree."""
+    return [*ast.walk(ast.parse(FILES[name].read_text()))]
+
+
+@cache
 def imports(name):
-    """Return [(imported module, imported name or None, level of a relative import, line)] of a file's imports."""
-    found, path = [], FILES[name]
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Return [(file or folder that is imported or None, name imported from it or "", level, line)] of a file's imports
+    of this repository; `from package import file` imports the file."""
+    found = []
+    for node in parse(name):
         if isinstance(node, ast.Import):
-            found += [(alias.name, None, 0, node.lineno) for alias in node.names]
+            entries = [(alias.name, "", 0) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            found += [(module, alias.name, node.level, node.lineno) for alias in node.names]
+            entries = [(node.module or "", alias.name, node.level) for alias in node.names]
+        else:
+            entries = []
+        for module, what, level in entries:
+            if level or module.partition(".")[0] in ALLOWED:  # only sympow/ is found by its name
+                path = FILES[name].parents[level - 1] if level else ROOT if module.startswith("sympow") else Path("/")
+                path = path.joinpath(*module.split("."))
+                file = what and find(path / what)
+                found.append((file or find(path), "" if file else what, level, node.lineno))
     return found
 
 
 def targets(name):
-    """Return {(imported file of this repository, level, line)}; `from package import file` imports the file."""
-    found = set()
-    for module, what, level, line in imports(name):
-        target = f"{module}.{what}" if f"{module}.{what}" in FILES else module
-        if target in FILES:
-            found.add((target, level, line))
-    return found
+    """Return {(imported file, level, line)} of a file."""
+    return {(target, level, line) for target, _, level, line in imports(name) if target in FILES}
 
 
 def room_of(name):
-    """Return the folder of a module of this repository, or the name of a file at top level."""
-    return FILES[name].relative_to(ROOT).parts[0].removesuffix(".py")
+    """Return the folder of a file of this repository, the name of a file at top level, or "ground"."""
+    return "ground" if name in GROUND else name.partition("/")[0].removesuffix(".py")
+
+
+def module_of(name):
+    """Return the name by which a file is imported."""
+    path = name.removesuffix(".py").removesuffix("__init__").strip("/")
+    return f"sympow/{path}".replace("sympow/sympow", "sympow").replace("/", ".")
 
 
 def test_what_is_read_first_stays_short():
@@ -80,30 +112,51 @@ def test_what_is_read_first_stays_short():
         )
     long = [
         f"{name}: {node.name}"
-        for name, path in FILES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for name in FILES
+        for node in parse(name)
         if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 80
     ]
     assert not long
 
 
-def test_every_file_is_in_a_room_that_has_rules():
-    assert {room_of(name) for name in FILES} == set(ALLOWED)
-    assert len(FILES) > 60
+def test_every_room_has_rules_and_a_link_by_which_it_is_imported():
+    rooms = {path.name for path in ROOT.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
+    rooms -= {"tests", "sympow", "config"}
+    links = {path.name: os.readlink(path) for path in (ROOT / "sympow").iterdir() if path.is_symlink()}
+    assert links == {name: f"../{name}" for name in rooms}
+    assert {room_of(name) for name in FILES} == {*ALLOWED} and len(FILES) > 60
+
+
+def test_every_import_is_found_by_its_path():
+    """And what is imported from a file in that file: a function, a class, a variable or an import."""
+    wrong = []
+    for name in FILES:
+        for target, what, _, line in imports(name):
+            nodes = parse(target) if what and target in FILES else []
+            names = {getattr(node, "asname", None) or getattr(node, "name", getattr(node, "id", "")) for node in nodes}
+            if target is None or (what and not {what, "__getattr__"} & names):
+                wrong.append(f"{name}:{line} imports {what} from {target}")
+    assert not wrong
+
+
+def test_a_room_is_above_those_that_it_imports():
+    floors = [*ALLOWED]
+    assert all(floors.index(below) < floors.index(room) for room in floors for below in ALLOWED[room])
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_imports_its_own_room_and_those_below(name):
-    wrong = [
+    allowed = ALLOWED[room_of(name)] | {room_of(name), "ground"}
+    assert not [
         f"{name}:{line} imports {target}"
-        for target, _, line in targets(name)
-        if target not in EVERYWHERE and room_of(target) not in ALLOWED[room_of(name)] | {room_of(name)}
+        for target, *_, line in imports(name)
+        if target and room_of(target) not in allowed
     ]
-    assert not wrong
 
 
 def test_no_file_imports_itself_in_a_circle():
-    edges = {name: {target for target, *_ in targets(name)} - {name} for name in FILES}
+    names = [name for name in FILES if room_of(name) != "experiments"]  # in which functions find attentions by name
+    edges = {name: {target for target, *_ in targets(name)} - {name} for name in names}
     done, way = set(), []
 
     def visit(name):
@@ -116,21 +169,21 @@ def test_no_file_imports_itself_in_a_circle():
         way.pop()
         done.add(name)
 
-    for name in FILES:
+    for name in names:
         visit(name)
-    assert len(done) == len(FILES)
+    assert len(done) == len(names)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_private_is_imported(name):
     wrong = [
-        f"{name}:{line} imports {what} from {module}"
-        for module, what, _, line in imports(name)
-        if what and what.startswith("_") and what != "__version__" and module in FILES
+        f"{name}:{line} imports {what} from {target}"
+        for target, what, _, line in imports(name)
+        if what.startswith("_") and what != "__version__"
     ]
-    ours = {(what or module).rpartition(".")[2] for module, what, *_ in imports(name) if module.startswith("sympow")}
-    for node in ast.walk(ast.parse(FILES[name].read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ours:
+    modules = {Path(target).stem for target, what, *_ in imports(name) if target and not what}
+    for node in parse(name):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             if node.attr.startswith("_") and not node.attr.startswith("__"):
                 wrong.append(f"{name}:{node.lineno} uses {node.value.id}.{node.attr}")
     assert not wrong
@@ -140,15 +193,15 @@ def test_attention_reaches_the_kernels_by_one_door_and_both_are_relative_inside(
     for name in FILES:
         for target, level, line in targets(name):
             if room_of(name) == "attention" and room_of(target) == "kernels":
-                assert name == "sympow.attention.operator.backend", f"{name}:{line} imports {target}"
+                assert name == "attention/operator/backend.py", f"{name}:{line} imports {target}"
             if room_of(name) in ("attention", "kernels") and room_of(target) == room_of(name):
                 assert level, f"{name}:{line} imports {target} by its full name"
 
 
 def test_no_library_imports_a_script():
-    scripts = {name for name in FILES if room_of(name) == "data" and name.endswith(".prepare")}
-    scripts |= {f"sympow.{name}" for name in (*PROGRAMS, "kernels.tune")}
-    libraries = [name for name in FILES if name not in scripts]
+    scripts = {name for name in FILES if room_of(name) == "data" and name.endswith("/prepare.py")}
+    scripts |= {f"{name}.py" for name in (*PROGRAMS, "kernels/tune")}
+    libraries = [name for name in FILES if name not in scripts and room_of(name) not in ("bench", "experiments")]
     wrong = [f"{name} imports {target}" for name in libraries for target, *_ in targets(name) if target in scripts]
     assert len(scripts) == 13 and not wrong
 
@@ -159,7 +212,9 @@ def test_attention_and_the_model_can_be_imported_without_triton():
 
 
 def test_one_file_finds_the_closest_name():
-    assert [name for name in FILES if ("difflib", None) in {i[:2] for i in imports(name)}] == ["sympow"]
+    assert [name for name in FILES if "difflib" in {getattr(node, "name", "") for node in parse(name)}] == [
+        "sympow/__init__.py"
+    ]
 
 
 EVERYTHING = """
@@ -172,14 +227,14 @@ for name, module in sys.modules.items():
     path = getattr(module, "__file__", None) or ""
     if path.startswith(os.getcwd() + os.sep) and "site-packages" not in path:
         files[os.path.realpath(path)].append(name)
+assert os.path.realpath("sympow") not in map(os.path.realpath, sys.path), "transformers would be sympow/transformers.py"
 print(len(files), *[names for names in files.values() if len(names) > 1])
 """
 
 
 def test_no_source_file_has_two_names():
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
-    paths = [path for room in ("bench", "experiments") for path in (ROOT / room).glob("*.py")]
-    names = [*FILES, *(f"sympow.{path.parent.name}.{path.stem}" for path in paths)]
+    names = [module_of(name) for name in FILES if room_of(name) != "config"]
     env = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     count, *repeated = run("-c", EVERYTHING.format(names=names), cwd=ROOT, env=env).stdout.split()
     assert int(count) >= len(names) and not repeated
@@ -189,3 +244,18 @@ def test_no_source_file_has_two_names():
 def test_a_room_refuses_another_name_in_one_line(room):
     done = run("-c", f"import {room}", cwd=ROOT, check=False)
     assert done.stderr.splitlines()[-1] == f"ImportError: {room}/ is imported as sympow.{room}"
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_clone_without_its_links_is_refused_in_one_line(copied, tmp_path):
+    """Some programs write small files in their place, as git on Windows; others copy what they lead to."""
+    shutil.copytree(ROOT / "sympow", tmp_path / "sympow", symlinks=True)
+    link = tmp_path / "sympow/attention"
+    link.unlink()
+    link.write_text("../attention")
+    if copied:
+        link.unlink()
+        for folder in (link, tmp_path / "attention"):
+            shutil.copytree(ROOT / "attention", folder)
+    done = run("-c", "import sympow", cwd=tmp_path, env={"PYTHONPATH": None}, check=False)
+    assert "sympow needs its symbolic links" in done.stderr.splitlines()[-1]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ from sympow.kernels import configs
 from sympow.model import GPT, GPTConfig
 from sympow.module import SETTINGS
 
+# what is installed: folders, and files of a package that has more of them in a clone
+PACKAGED = set("__init__.py attention code.py doctor.py kernels layers model.py modeling.py module.py".split())
+PACKAGED |= {"py.typed", "transformers.py"}
 PROJECT = tomllib.loads(Path(ROOT, "pyproject.toml").read_text())
 
 
@@ -31,10 +35,8 @@ def test_requirements_agree():
 
 def test_the_package_imports_what_it_depends_on():
     """Where a module is loaded: functions may import more, and say what is missing."""
-    rooms = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    paths = [path for room in ("sympow", *rooms) for path in (Path(ROOT, room), *Path(ROOT, room).rglob("*.py"))]
-    imported = set()
-    for path in paths:
+    imported, places = set(), [Path(ROOT, "sympow", name) for name in PACKAGED]
+    for path in (path for place in places for path in (place, *place.rglob("*.py"))):
         for node in ast.parse(path.read_text()).body if path.suffix == ".py" else ():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
@@ -131,13 +133,14 @@ GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, vocab_size=64))(torch.zeros(1, 4, 
 def test_a_wheel_works_in_an_empty_environment(tmp_path):
     source, empty = tmp_path / "source", tmp_path / "empty"
     empty.mkdir()
-    for room in ("attention", "kernels", "layers", "sympow"):
-        shutil.copytree(f"{ROOT}/{room}", source / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "model.py", "doctor.py"):
-        shutil.copy(f"{ROOT}/{name}", source)
+    ignored = shutil.ignore_patterns(".*", "out", "tests", "docs", "__pycache__", "*.bin")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
+    (source / "data/text/train_00000.bin").write_bytes(b"prepared data")
     pip = lambda python, *args: subprocess.run([python, "-m", "pip", "-q", *args], check=True)
     pip(sys.executable, "wheel", "--no-deps", "-w", tmp_path / "wheels", source)
     (wheel,) = (tmp_path / "wheels").glob("sympow-*.whl")
+    installed = [name.split("/") for name in zipfile.ZipFile(wheel).namelist()]
+    assert {name for folder, name, *_ in installed if folder == "sympow"} == PACKAGED
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
     python = tmp_path / "env/bin/python"
     pip(python, "install", "--no-deps", wheel)

@@ -14,17 +14,17 @@ import time
 import pytest
 from helpers import ROOT, call, join, run, start
 
-from bench import sample as bench_sample
 from sympow import compare, doctor, evaluate, export, sample, train
+from sympow.bench import sample as bench_sample
 from sympow.data.files import whole_file
 from sympow.data import progress
 from sympow.runs.program import check_output
 
-SAY = "from runs.program import run_program; run_program(lambda: print('gr\u00fc\u00dfe'))"
+SAY = "from sympow.runs.program import run_program; run_program(lambda: print('gr\u00fc\u00dfe'))"
 # a process that a shell has started in the background ignores Ctrl-C
 STOP = (
     "import signal; signal.signal(2, signal.default_int_handler); "
-    "from runs.program import run_program; run_program(lambda: os.kill(os.getpid(), 2))"
+    "from sympow.runs.program import run_program; run_program(lambda: os.kill(os.getpid(), 2))"
 )
 
 

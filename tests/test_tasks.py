@@ -35,6 +35,7 @@ def offline(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # load_tasks sorts it
 
 
 def write_run(name, attention="softmax", window=0):

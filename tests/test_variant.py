@@ -179,7 +179,8 @@ def add_line(path, start, line):
 @pytest.mark.skipif(GPU, reason="programs that are run for their files, not for the device")
 def test_readmes_recipe_trains_and_samples_in_a_copy(dataset, tmp_path):  # noqa: F811
     copy, readme = tmp_path / "copy", Path(ROOT, "README.md").read_text()
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out", "hf", "wandb", "tests", "docs", "*.bin"))
+    ignored = shutil.ignore_patterns(".*", "out", "hf", "wandb", "tests", "docs", "*.bin")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     recipe = readme[readme.index("## Add your own attention") : readme.index("\nRead [model.py]")]
     (code,) = re.findall(r"```python\n(.*?)```", recipe, flags=re.S)
     entry = re.search(r"`(\"linear\": \w+)`", recipe)[1]

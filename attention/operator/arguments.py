@@ -5,7 +5,7 @@ from functools import wraps
 
 import torch
 
-from ... import check_choice
+from sympow import check_choice
 from .backend import transforms_active
 from .dispatch import FORMS, computed_dtype
 from .forms import accumulation_dtype

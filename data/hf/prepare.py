@@ -13,7 +13,8 @@ command again, and with a larger --documents the shards that are there stay.
 import os
 import sys
 
-sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
 
 from sympow.data import DataError
 from sympow.data.command import Parser, run

@@ -12,7 +12,8 @@ import platform
 import sys
 import sysconfig
 
-sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
 
 from sympow.data import DataError
 from sympow.data.command import Parser, run

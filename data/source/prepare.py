@@ -26,7 +26,8 @@ import re
 import sys
 from collections import Counter
 
-sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
 
 from sympow.data import DataError, batches
 from sympow.data.command import Parser, run

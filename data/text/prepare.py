@@ -17,7 +17,8 @@ or the tokenizer.json of a model, as Hugging Face's tokenizers writes it. The la
 import os
 import sys
 
-sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(__file__ + "/../../.."))
 
 from sympow.data.command import Parser, run
 from sympow.data.corpus import find_files, parse_suffixes, prepare_files
