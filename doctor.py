@@ -65,7 +65,7 @@ def try_kernels():
         import torch
 
         from sympow.attention.operator.check import check_all
-        from sympow.kernels import why_not
+        from sympow.kernels.support import why_not
 
         if reason := why_not("quadratic", torch.bfloat16, 64, 64, 2):
             return {"kernels": reason}

@@ -21,7 +21,8 @@ from unittest import mock
 import torch
 from torch.nn.functional import logsigmoid
 
-from . import CHUNKED_SIZES, HEAD_DIMS, POWERS, configs
+from . import configs
+from .support import CHUNKED_SIZES, HEAD_DIMS, POWERS
 from .configs import QUADRATIC, STATES, Config
 from .cost import best_size
 from .precompile import precompile

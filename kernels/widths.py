@@ -9,7 +9,7 @@ from operator import index
 import torch
 from torch.nn.functional import pad
 
-from . import width
+from .support import width
 from .layout import positions_of_narrower, symmetric_power_dim
 
 

@@ -50,7 +50,8 @@ def training(large=False, heads=2, T=512):
     """
     import torch
 
-    from sympow.kernels import DTYPES, operators
+    from sympow.kernels import operators
+    from sympow.kernels.support import DTYPES
     from sympow.kernels.heinsen.operator import heinsen_attention
     from sympow.kernels.cross_entropy import cross_entropy_
 
@@ -250,9 +251,9 @@ def stop_early():
 
 def _memory():
     """Return the file that remembers what these sources compile to, for this version of Triton."""
-    from sympow import kernels
+    from sympow.kernels import support
 
-    digest = hashlib.sha256(kernels.source_hash().encode() + Path(__file__).read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(support.source_hash().encode() + Path(__file__).read_bytes()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return cache / "sympow" / "targets" / f"{digest}-{importlib.metadata.version('triton')}.json"
 

@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from sympow.attention import heinsen_naive  # noqa: E402
 from sympow.bench import attention, sample  # noqa: E402
-from sympow.kernels import CHUNKED_SIZES, configs, cost, tune  # noqa: E402
+from sympow.kernels import configs, cost, tune  # noqa: E402
+from sympow.kernels.support import CHUNKED_SIZES  # noqa: E402
 from sympow.kernels.configs import Config, key  # noqa: E402
 from sympow.runs.program import run_program  # noqa: E402
 

@@ -68,7 +68,7 @@ def test_a_kernel_that_fails_is_named(monkeypatch):
         raise RuntimeError("first\n\nno ptxas")
 
     monkeypatch.setattr("sympow.attention.operator.check.check_all", check_all)
-    monkeypatch.setattr("sympow.kernels.why_not", lambda *size: "")
+    monkeypatch.setattr("sympow.kernels.support.why_not", lambda *size: "")
     assert doctor.try_kernels() == {"float32 D=64 p=2: y 3.0e-07": "", "kernels": "RuntimeError: no ptxas"}
 
 

@@ -136,7 +136,7 @@ def test_the_run_is_named_as_for_the_other_programs_or_is_the_newest(run_folder,
 
 
 def test_a_missing_package_is_one_message(tmp_path):
-    modeling = Path(export.__file__).parent / "sympow" / "modeling.py"
+    modeling = export.MODELING
     code = "import runpy, sys; sys.modules['sympow'] = None; runpy.run_path(sys.argv[1])"  # as if it was not installed
     done = run("-c", code, modeling, cwd=tmp_path, env={"PYTHONPATH": None}, check=False)
     message = "ImportError: this model needs the package sympow 0.1.0: run `pip install .` in a clone"

@@ -25,7 +25,7 @@ from test_kernels import (  # noqa: E402
 
 from sympow.attention import heinsen_naive as naive  # noqa: E402
 from sympow.kernels.heinsen import passes as heinsen  # noqa: E402
-from sympow.kernels import why_not  # noqa: E402
+from sympow.kernels.support import why_not  # noqa: E402
 from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float32]

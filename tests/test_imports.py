@@ -240,7 +240,7 @@ def test_no_source_file_has_two_names():
     assert int(count) >= len(names) and not repeated
 
 
-@pytest.mark.parametrize("room", ("attention", "kernels", "data"))
+@pytest.mark.parametrize("room", ("attention", "data"))
 def test_a_room_refuses_another_name_in_one_line(room):
     done = run("-c", f"import {room}", cwd=ROOT, check=False)
     assert done.stderr.splitlines()[-1] == f"ImportError: {room}/ is imported as sympow.{room}"

@@ -14,7 +14,7 @@ import targets
 import torch
 from helpers import ROOT
 
-from sympow import kernels
+from sympow.kernels import support
 from sympow.attention.operator import check
 
 
@@ -48,7 +48,7 @@ def uses_of_none(source):
     return found
 
 
-@pytest.mark.parametrize("path", kernels.source_files(), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", support.source_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_triton_compiles_what_the_kernels_do_with_none(path):
     assert uses_of_none(path.read_text()) == []
 
@@ -75,8 +75,8 @@ def test_a_none_that_some_triton_refuses_is_found(body, found):
 
 def test_an_edit_in_any_room_is_compiled_and_compared_again(tmp_path, monkeypatch):
     """What passed, and what was compiled, is remembered under a hash of all files of the kernels."""
-    folder = shutil.copytree(kernels.SOURCES, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(kernels, "SOURCES", folder)
+    folder = shutil.copytree(support.SOURCES, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(support, "SOURCES", folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(check.backend, "table_name", lambda device: "GPU")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -104,7 +104,7 @@ def test_saved_tensors_are_read_once():
     """Activation checkpointing computes them again when they are read, and refuses a second time."""
     read = lambda node: isinstance(node, ast.Attribute) and node.attr == "saved_tensors"
     root, counts = Path(ROOT), {}
-    for path in [*root.glob("*.py"), *(root / "attention").rglob("*.py"), *kernels.source_files()]:
+    for path in [*root.glob("*.py"), *(root / "attention").rglob("*.py"), *support.source_files()]:
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, (ast.FunctionDef, ast.Lambda)):
                 counts[path.name, function.lineno] = sum(map(read, ast.walk(function)))

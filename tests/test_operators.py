@@ -14,7 +14,7 @@ from test_kernels import DEVICE, DTYPES, GPU, assert_close, gradients  # noqa: E
 from sympow.attention.operator import check, forms  # noqa: E402
 from sympow.attention import gates  # noqa: E402
 from sympow.attention.operator.check import Size  # noqa: E402
-from sympow.kernels import HEAD_DIMS, why_not, width  # noqa: E402
+from sympow.kernels.support import HEAD_DIMS, why_not, width  # noqa: E402
 from sympow.kernels.heinsen import passes as heinsen  # noqa: E402
 from sympow.kernels.widths import narrow_state, to_width, widen_state  # noqa: E402
 from sympow.kernels.layout import positions_of_narrower  # noqa: E402

@@ -3,7 +3,8 @@
 Nothing here imports Triton before a kernel is wanted, so that attention/ works on machines without it.
 """
 
-from ...kernels import POINTWISE, cost, source_hash, why_not, width
+from ...kernels import cost
+from ...kernels.support import POINTWISE, source_hash, why_not, width
 from ...kernels.configs import cache_folder, table_name
 from ...kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 from ...kernels.registry import register, registered

@@ -29,7 +29,7 @@ kernels/cost.py chooses the form and the length of a chunk.
 
 import torch
 
-from .. import width
+from ..support import width
 from ..common import HALF, device_guard
 from ..layout import TILE, entries, layout
 from ..quadratic import passes as quadratic

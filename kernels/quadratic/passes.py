@@ -72,7 +72,7 @@ def forward(
     """Return y [B, n, H, D] in q's dtype and l [B, H, n padded to a multiple of 128], float32, for `backward`.
 
     q [B, n, H, D], k, v [B, T, Hkv, D], bfloat16 or float32, any strides; log_g [B, T, Hkv] float32 or None; D and p:
-    one of `kernels.HEAD_DIMS` and one of `kernels.POWERS`. The queries belong to the last n tokens; T - n is a multiple
+    one of HEAD_DIMS and POWERS of support.py. The queries belong to the last n tokens; T - n is a multiple
     of 128. chunk: tokens see nothing before their chunk, a multiple of 128; overlap: exceptions, see `chunk_gates`.
     num [B, n, H, D], den [B, H, n padded], float32: added to the sums before dividing. `scale` cancels.
 

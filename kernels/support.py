@@ -16,10 +16,14 @@ precompile     compiles many kernels at once, in threads, before they are used
 registry       objects that operators know by a number: the ranks that share a sequence
 cost           which form is cheaper, and how long a chunk should be
 configs        tile sizes, read from table.json
+support        this file: which sizes, dtypes and GPUs the kernels take
 tune           measures tile sizes and rewrites table.json
 
-Importing this package, `layout`, `registry`, `cost` or `configs` does not import Triton. Nothing in it imports
+Importing this file, `layout`, `registry`, `cost` or `configs` does not import Triton. Nothing in kernels/ imports
 attention/ or the model: attention/ calls `why_not`, and imports the kernels only to use them.
+
+kernels/ has no __init__.py, so that in a clone `import kernels` is Hugging Face's package of that name, which
+transformers looks for.
 """
 
 import hashlib
@@ -27,9 +31,6 @@ import importlib.util
 from pathlib import Path
 
 import torch
-
-if __name__ != "sympow.kernels":
-    raise ImportError("kernels/ is imported as sympow.kernels")
 
 HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32)
 CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (width, p) of the chunked form
