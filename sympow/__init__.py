@@ -16,11 +16,12 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-_here, _beside = (folder / "attention" / "conformal_sympow.py" for folder in Path(__file__).parents[:2])
-if not _here.is_file() or (_beside.is_file() and not _here.samefile(_beside)):  # a clone without links, or with copies
+# a clone may have lost its links, or a copy of it may have other files in their place
+_linked, _original = (folder / "attention" / "conformal_sympow.py" for folder in Path(__file__).parents[:2])
+if not _linked.is_file() or (_original.is_file() and not _linked.samefile(_original)):
     raise ImportError(
         f"{Path(__file__).parent} needs its symbolic links to the folders and programs beside it: clone the repository "
-        "with `git clone -c core.symlinks=true` (on Windows in developer mode), and copy it with what keeps links"
+        "with `git clone -c core.symlinks=true` (on Windows in developer mode), and copy it with what keeps them"
     )
 
 # {public name: its module}; imported when they are used, because scripts that prepare data do without torch
