@@ -20,16 +20,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow import check_choice
-from sympow.attention import ATTENTIONS, join_positions, layer_pattern, leading_layer
-from sympow.attention.positions import POSITIONS, check_length
-from sympow.attention.state import ModelState
-from sympow.attention.variant import RECIPE, check_layer
-from sympow.layers.activation import APPROXIMATE, gelu
-from sympow.layers.convolution import Convolution
-from sympow.layers.loss import head_loss, head_weight
-from sympow.layers.mixing import mix_tokens, projected_heads, split_heads
-from sympow.layers.norm import norm_linear, norm_weight
-from sympow.layers.output_gate import OutputGate
+from .attention import ATTENTIONS, join_positions, layer_pattern, leading_layer
+from .attention.positions import POSITIONS, check_length
+from .attention.state import ModelState
+from .attention.variant import RECIPE, check_layer
+from .layers.activation import APPROXIMATE, gelu
+from .layers.convolution import Convolution
+from .layers.loss import head_loss, head_weight
+from .layers.mixing import mix_tokens, projected_heads, split_heads
+from .layers.norm import norm_linear, norm_weight
+from .layers.output_gate import OutputGate
 
 
 @dataclass

@@ -18,18 +18,18 @@ from functools import partial
 
 import torch
 from sympow import check_choice
-from sympow.attention.positions import most_tokens
-from sympow.attention.operator.check import remember
-from sympow.attention.operator.memory import check_generation_fits
-from sympow.attention.variant import decoding_kernels
 from sympow.code import record_code
-from sympow.data.meta import hash_json
-from sympow.kernels.common import device_guard
-from sympow.kernels.decode import sampling
-from sympow.kernels.decode.linear import Linear, Norm, embed, linear
-from sympow.kernels.decode.output_gate import OutputGate, gate_output
-from sympow.kernels.decode.qkv import Gates
-from sympow.model import GPT
+from ..attention.positions import most_tokens
+from ..attention.operator.check import remember
+from ..attention.operator.memory import check_generation_fits
+from ..attention.variant import decoding_kernels
+from ..data.meta import hash_json
+from ..kernels.common import device_guard
+from ..kernels.decode import sampling
+from ..kernels.decode.linear import Linear, Norm, embed, linear
+from ..kernels.decode.output_gate import OutputGate, gate_output
+from ..kernels.decode.qkv import Gates
+from ..model import GPT
 
 from .layers import EMBEDDINGS, LAYERS, Buffers, Weights, float32
 

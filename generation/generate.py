@@ -14,12 +14,12 @@ import weakref
 
 import torch
 
-from sympow.attention.operator.check import first_line
-from sympow.attention.operator.dispatch import warn_once, why_not
-from sympow.attention.positions import check_length
-from sympow.attention.operator.memory import check_generation_fits
-from sympow.attention.variant import decoding_kernels
-from sympow.data.progress import bar
+from ..attention.operator.check import first_line
+from ..attention.operator.dispatch import warn_once, why_not
+from ..attention.positions import check_length
+from ..attention.operator.memory import check_generation_fits
+from ..attention.variant import decoding_kernels
+from ..data.progress import bar
 
 NOT_THIS_MODEL = "the decoder does not compute this model: generating with GPT.step"
 _different = weakref.WeakSet()  # the models that were named so already
@@ -200,7 +200,7 @@ class Sampler:
         self.options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
         self.kernel, self.used = None, 0
         if on_kernel:
-            from sympow.kernels.decode import sampling  # Triton is not everywhere
+            from ..kernels.decode import sampling  # Triton is not everywhere
 
             self.kernel = sampling.sample_next_token
         self.generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]

@@ -21,21 +21,21 @@ import math
 from typing import NamedTuple
 
 import torch
-from sympow.attention.embedding import symmetric_power_dim
-from sympow.attention.heinsen import LOG_VALUE_BOUND
-from sympow.attention.operator.heinsen_forms import IS_LOG
-from sympow.attention.positions import POSITIONS
-from sympow.attention.rotary import rotation_rates
-from sympow.attention.softmax import WINDOW_SPARE
-from sympow.attention.state import LayerState
-from sympow.kernels.decode import cache as decode_cache
-from sympow.kernels.decode import convolution as decode_convolution
-from sympow.kernels.decode import heinsen as decode_heinsen
-from sympow.kernels.decode import power as decode_power
-from sympow.kernels.decode import qkv as decode_qkv
-from sympow.kernels.decode import softmax as decode_softmax
-from sympow.kernels.decode.linear import Linear, linear
-from sympow.kernels.decode.output_gate import OutputGate
+from ..attention.embedding import symmetric_power_dim
+from ..attention.heinsen import LOG_VALUE_BOUND
+from ..attention.operator.heinsen_forms import IS_LOG
+from ..attention.positions import POSITIONS
+from ..attention.rotary import rotation_rates
+from ..attention.softmax import WINDOW_SPARE
+from ..attention.state import LayerState
+from ..kernels.decode import cache as decode_cache
+from ..kernels.decode import convolution as decode_convolution
+from ..kernels.decode import heinsen as decode_heinsen
+from ..kernels.decode import power as decode_power
+from ..kernels.decode import qkv as decode_qkv
+from ..kernels.decode import softmax as decode_softmax
+from ..kernels.decode.linear import Linear, linear
+from ..kernels.decode.output_gate import OutputGate
 
 
 class Buffers:

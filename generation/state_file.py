@@ -17,11 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from sympow.attention.state import CACHED, ModelState
-from sympow.attention.variant import with_defaults
 from sympow.code import record_code, warn_of_changes
-from sympow.data.files import whole_file
-from sympow.model import GPTConfig
+from ..attention.state import CACHED, ModelState
+from ..attention.variant import with_defaults
+from ..data.files import whole_file
+from ..model import GPTConfig
 
 VERSION = "1"
 MIXED = "logits", "conv_inputs", *CACHED  # in the dtype of matrix products, which another device has otherwise

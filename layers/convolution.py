@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sympow.attention.operator.backend import transforms_active
+from ..attention.operator.backend import transforms_active
 
 
 class Convolution(nn.Module):

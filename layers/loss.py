@@ -5,8 +5,8 @@ from itertools import repeat
 import torch
 from torch.nn import functional as F
 
-from sympow.attention.operator.backend import cross_entropy
-from sympow.attention.operator.dispatch import why_not
+from ..attention.operator.backend import cross_entropy
+from ..attention.operator.dispatch import why_not
 
 LOSS_TOKENS = 16384  # logits of at most this many tokens exist at any time: 3.3 GB of float32 for GPT-2
 DISTILL_TOKENS = 4096  # with a teacher, because its logits exist too

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from sympow.attention.gates import linear_fp32
+from ..attention.gates import linear_fp32
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"  # of an nn.Module
 

@@ -30,22 +30,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from sympow.attention.variant import with_defaults
-from sympow.data import DataError
-from sympow.data.files import flush_to_disk, read_json, sha256_of, write_json
-from sympow.data.huggingface import one_line
-from sympow.model import GPTConfig
-from sympow.runs.parts import (
-    Tensors,
-    compare_shapes,
-    is_sharded,
-    own_rows,
-    part_name,
-    read_shapes,
-    save_part,
-    shapes_of,
-)
-from sympow.runs.settings import final_context
+from ..attention.variant import with_defaults
+from ..data import DataError
+from ..data.files import flush_to_disk, read_json, sha256_of, write_json
+from ..data.huggingface import one_line
+from ..model import GPTConfig
+from .parts import Tensors, compare_shapes, is_sharded, own_rows, part_name, read_shapes, save_part, shapes_of
+from .settings import final_context
 
 VERSION = 1  # of config.json and progress.json; files of another version are refused
 WRITING = ".writing-"  # the name of a checkpoint begins with this until it is whole

@@ -16,8 +16,8 @@ import time
 import torch
 from tqdm import tqdm
 
-from sympow.data.progress import NEXT_LINE, bar
-from sympow.runs.processes import print_to_terminal
+from ..data.progress import NEXT_LINE, bar
+from .processes import print_to_terminal
 
 
 class Display:

@@ -17,13 +17,13 @@ import socket
 import time
 
 from sympow.code import TRAINING, short_hash, warn_of_changes
-from sympow.data.files import write_json
-from sympow.data.mixture import Mixture, sets_of
-from sympow.runs import checkpoint, starts
-from sympow.runs.metrics import read_lines
-from sympow.runs.processes import warn
-from sympow.runs.program import refuse
-from sympow.runs.settings import from_launcher
+from ..data.files import write_json
+from ..data.mixture import Mixture, sets_of
+from . import checkpoint, starts
+from .metrics import read_lines
+from .processes import warn
+from .program import refuse
+from .settings import from_launcher
 
 # Settings that may change when a run resumes, because they do not change its steps. max_seconds may change although it
 # ends the schedule: a run that is given more time should use it. training/stages.py refuses a `then` that would change

@@ -12,20 +12,20 @@ from contextlib import suppress
 import torch
 
 from sympow.code import warn_of_changes
-from sympow.data import DataError
-from sympow.data.files import read_json
-from sympow.data.huggingface import read_huggingface
-from sympow.data.progress import waiting
-from sympow.data.tokenizer import Tokenizer, load_tokenizer
-from sympow.model import GPT, GPTConfig
-from sympow.runs import checkpoint
-from sympow.runs.machine import check_kernels_of_prompts
-from sympow.runs.parts import Tensors
-from sympow.runs.processes import warn
-from sympow.runs.program import refuse
-from sympow.runs.settings import choose_device, final_context
-from sympow.runs.source import exported_settings
-from sympow.runs.starts import last_code
+from ..data import DataError
+from ..data.files import read_json
+from ..data.huggingface import read_huggingface
+from ..data.progress import waiting
+from ..data.tokenizer import Tokenizer, load_tokenizer
+from ..model import GPT, GPTConfig
+from . import checkpoint
+from .machine import check_kernels_of_prompts
+from .parts import Tensors
+from .processes import warn
+from .program import refuse
+from .settings import choose_device, final_context
+from .source import exported_settings
+from .starts import last_code
 
 
 @waiting("reading the weights")

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sympow.attention.operator.check import first_line
-from sympow.attention.operator.dispatch import compare_plans, disable_kernels, warn_once
-from sympow.runs.processes import Failed
+from ..attention.operator.check import first_line
+from ..attention.operator.dispatch import compare_plans, disable_kernels, warn_once
+from .processes import Failed
 
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name that occurs in the device's name counts
 PEAK_FLOPS = {

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from sympow.data import describe_error, files
-from sympow.runs.processes import print_to_terminal, warn
-from sympow.runs.program import refuse
-from sympow.runs.settings import BOOLS
+from ..data import describe_error, files
+from .processes import print_to_terminal, warn
+from .program import refuse
+from .settings import BOOLS
 
 START_SECONDS = 30  # that the start of training waits for wandb's server
 FINISH_SECONDS = 60  # that the end of training waits for wandb's last uploads

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from sympow.data import DataError
-from sympow.model import GPT
+from ..data import DataError
+from ..model import GPT
 
 # one file, a rank's part, or a file of transformers with some of the tensors, each of them whole
 FILE = r"{kind}([.-]\d+-of-\d+)?\.safetensors"

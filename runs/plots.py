@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from sympow.data.files import whole_file
-from sympow.runs.program import check_output, refuse
+from ..data.files import whole_file
+from .program import check_output, refuse
 
 STYLE = {  # settings of matplotlib
     "font.size": 10,

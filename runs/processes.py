@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from sympow.data import DataError
-from sympow.data.command import open_streams
-from sympow.runs.checkpoint import NotWritten, newest
-from sympow.runs.program import process_name, refuse
-from sympow.runs.settings import from_launcher
+from ..data import DataError
+from ..data.command import open_streams
+from .checkpoint import NotWritten, newest
+from .program import process_name, refuse
+from .settings import from_launcher
 
 
 class Failed(Exception):

@@ -21,7 +21,7 @@ from functools import cache, partial
 from typing import get_args
 
 from sympow import check_choice, did_you_mean
-from sympow.runs.program import Parser, refuse
+from .program import Parser, refuse
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 NANOGPT_KEYS = {"eval_iters": "eval_tokens", "lr": "learning_rate"}  # to which another key may be closer

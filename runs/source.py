@@ -20,20 +20,20 @@ import re
 import torch
 from torch.nn import functional as F
 
-from sympow.attention import ATTENTIONS
-from sympow.attention.variant import RECIPE, with_defaults
 from sympow.code import warn_of_changes
-from sympow.data import describe_error, need
-from sympow.data.files import read_json
-from sympow.data.huggingface import one_line, tokenizers_json
-from sympow.data.tokenizer import load_tokenizer
-from sympow.layers.mixing import projected_heads
-from sympow.model import GPTConfig
-from sympow.runs import checkpoint
-from sympow.runs.parts import Tensors, compare_shapes, own_rows, read_shapes, shapes_of
-from sympow.runs.processes import warn
-from sympow.runs.settings import fields_of, from_launcher
-from sympow.runs.starts import last_code
+from ..attention import ATTENTIONS
+from ..attention.variant import RECIPE, with_defaults
+from ..data import describe_error, need
+from ..data.files import read_json
+from ..data.huggingface import one_line, tokenizers_json
+from ..data.tokenizer import load_tokenizer
+from ..layers.mixing import projected_heads
+from ..model import GPTConfig
+from . import checkpoint
+from .parts import Tensors, compare_shapes, own_rows, read_shapes, shapes_of
+from .processes import warn
+from .settings import fields_of, from_launcher
+from .starts import last_code
 
 HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 GPT2 = dict(attention="softmax", bias=True, positions="learned", embedding_norm=False)

@@ -20,10 +20,10 @@ from tempfile import TemporaryDirectory
 import torch
 
 from sympow.code import record_code, short_hash
-from sympow.data.files import write_atomically, write_json
-from sympow.runs.checkpoint import run_of, step_of
-from sympow.runs.processes import warn
-from sympow.runs.settings import from_launcher
+from ..data.files import write_atomically, write_json
+from .checkpoint import run_of, step_of
+from .processes import warn
+from .settings import from_launcher
 
 ROOT = Path(__file__).resolve().parents[1]  # of this repository
 # print what differs from the commit, new files of Python too, whatever git's settings are

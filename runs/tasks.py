@@ -20,12 +20,12 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerFast
 
-from sympow.data import DataError, describe_error
-from sympow.data.huggingface import one_line, tokenizers_json
 from sympow.modeling import SympowConfig, SympowForCausalLM
-from sympow.runs.load import choose_precision, is_exported, load_exported, load_run
-from sympow.runs.load import longest_text, transformers_type
-from sympow.runs.settings import choose_device
+from ..data import DataError, describe_error
+from ..data.huggingface import one_line, tokenizers_json
+from .load import choose_precision, is_exported, load_exported, load_run
+from .load import longest_text, transformers_type
+from .settings import choose_device
 
 BOOTSTRAP_SAMPLES = 1000  # behind the standard error of a perplexity; lm_eval's own 100,000 take minutes
 UNLIMITED = 2**40  # tokens

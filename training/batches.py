@@ -9,12 +9,12 @@ from itertools import count, pairwise
 
 import torch
 
-from sympow.attention.positions import most_tokens
-from sympow.data.loader import eval_batches, train_batch
-from sympow.data.mixture import Mixture
-from sympow.generation.generate import generate
-from sympow.training.parallel import whole_sequences
-from sympow.training.stages import stage_of
+from ..attention.positions import most_tokens
+from ..data.loader import eval_batches, train_batch
+from ..data.mixture import Mixture
+from ..generation.generate import generate
+from .parallel import whole_sequences
+from .stages import stage_of
 
 
 def micro_batches(plan, progress):

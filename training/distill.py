@@ -10,10 +10,10 @@ have no teacher.
 
 import torch
 
-from sympow.attention.positions import check_length
-from sympow.model import GPT, GPTConfig
-from sympow.runs.machine import check_kernels
-from sympow.runs.source import open_source
+from ..attention.positions import check_length
+from ..model import GPT, GPTConfig
+from ..runs.machine import check_kernels
+from ..runs.source import open_source
 
 
 class Teacher:

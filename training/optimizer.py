@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from sympow.runs.parts import is_sharded, own_rows
+from ..runs.parts import is_sharded, own_rows
 
 # torch.optim.Muon's defaults
 MOMENTUM = 0.95

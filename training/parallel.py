@@ -30,12 +30,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from sympow.attention import ATTENTIONS
-from sympow.attention.parallel.context import Context, pieces_of
-from sympow.attention.positions import check_length
-from sympow.attention.variant import splits_context
-from sympow.runs.parts import own_rows
-from sympow.runs.program import refuse
+from ..attention import ATTENTIONS
+from ..attention.parallel.context import Context, pieces_of
+from ..attention.positions import check_length
+from ..attention.variant import splits_context
+from ..runs.parts import own_rows
+from ..runs.program import refuse
 
 
 class Layout:

@@ -9,19 +9,19 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from sympow.attention import position_schemes
-from sympow.data.dataset import Dataset
-from sympow.data.mixture import HeldOut, Mixture, open_dataset
-from sympow.model import GPTConfig
-from sympow.runs import folder
-from sympow.runs.machine import can_compile, check_kernels
-from sympow.runs.metrics import baseline_losses
-from sympow.runs.processes import Ranks
-from sympow.runs.settings import choose_device
-from sympow.runs.source import Source, choose_model
-from sympow.training.distill import Teacher
-from sympow.training.parallel import Layout, check_context, split_context
-from sympow.training.stages import Stage, check_memory, describe_stages, make_stages
+from ..attention import position_schemes
+from ..data.dataset import Dataset
+from ..data.mixture import HeldOut, Mixture, open_dataset
+from ..model import GPTConfig
+from ..runs import folder
+from ..runs.machine import can_compile, check_kernels
+from ..runs.metrics import baseline_losses
+from ..runs.processes import Ranks
+from ..runs.settings import choose_device
+from ..runs.source import Source, choose_model
+from .distill import Teacher
+from .parallel import Layout, check_context, split_context
+from .stages import Stage, check_memory, describe_stages, make_stages
 
 SLOW_STEP = 1e13  # floating-point operations: some minutes on a few CPU cores
 

@@ -17,11 +17,11 @@ from fractions import Fraction
 
 import torch
 
-from sympow.attention.operator.memory import free_memory
-from sympow.data.loader import Windows
-from sympow.data.mixture import HeldOut, MixedWindows, open_windows
-from sympow.runs.program import refuse
-from sympow.runs.settings import accumulation_steps, divide_sequences, parse_stages
+from ..attention.operator.memory import free_memory
+from ..data.loader import Windows
+from ..data.mixture import HeldOut, MixedWindows, open_windows
+from ..runs.program import refuse
+from ..runs.settings import accumulation_steps, divide_sequences, parse_stages
 
 REHEARSED = ("cuda",)  # kinds of devices on which too little memory is an error that can be caught
 # numbers of 4 bytes that the backward pass keeps for each token, layer and entry of n_embd: at least, usually at most
