@@ -39,7 +39,7 @@ ALLOWED = {
     "experiments": {*LIBRARIES, "training", "train", "compare", "bench"},
 }
 PROGRAMS = {"train", "sample", "evaluate", "compare", "doctor", "export"}
-GROUND = {"sympow/__init__.py", "sympow/code.py"}  # they import nothing of this repository, and every room may them
+GROUND = {"sympow/__init__.py", "sympow/code.py"}  # every room may import them; they import none
 
 
 def files():
