@@ -28,7 +28,7 @@ from sympow.runs.display import Display, peak_memory
 from sympow.runs.metrics import Clock, SkippedSteps, Tracker, relative_loss
 from sympow.runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from sympow.runs.program import refuse
-from sympow.runs.settings import BOOLS, check_ranges, fields_of, read_settings
+from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, fields_of, read_settings
 from sympow.training.batches import count_epochs, examine, format_losses, mean_losses, micro_batches
 from sympow.training.optimizer import OPTIMIZERS, SCHEDULES, describe_jump, learning_rate, make_optimizer, take_step
 from sympow.training.plan import Plan, describe_run, make_networks, make_plan, reason_to_stop, resume_hint
@@ -96,40 +96,7 @@ class TrainConfig:
     def __post_init__(self):
         self.init_from = "auto" if self.init_from == "resume" else self.init_from  # nanoGPT's name
         self.compile = str(BOOLS.get(self.compile.lower(), self.compile))
-        check_ranges(self, RANGES)
-        if self.schedule != "constant" and self.min_lr > self.learning_rate:
-            raise ValueError(
-                f"min_lr must be at most learning_rate={self.learning_rate:g}, since schedule={self.schedule} goes "
-                f"down to it, got {self.min_lr:g}"
-            )
-
-
-RANGES = [  # of these settings
-    (
-        "batch_size block_size tokens_per_step max_iters eval_interval eval_tokens log_interval max_skipped "
-        "context_parallel",
-        "at least 1",
-        lambda x: x >= 1,
-    ),
-    ("learning_rate distill_weight timeout", "positive and finite", lambda x: 0 < x < math.inf),
-    ("beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1),
-    (
-        "weight_decay min_lr warmup_iters max_seconds gradient_accumulation_steps grad_clip lr_decay_iters "
-        "sample_tokens",
-        "finite and 0 or more",
-        lambda x: 0 <= x < math.inf,
-    ),
-    # torch.compile works in the first step of a start from nothing, and may in the second
-    ("profile", "0 (none) or a step from 3 on", lambda x: x == 0 or x >= 3),
-    ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
-    ("decay_share", "above 0 and at most 1", lambda x: 0 < x <= 1),
-    ("dtype", ["auto", "float32", "bfloat16"]),
-    ("compile", ["auto", "True", "False"]),
-    ("wandb", ["auto", "online", "offline", "disabled"]),
-    ("backend", ["auto", "nccl", "gloo"]),
-    ("optimizer", OPTIMIZERS),
-    ("schedule", SCHEDULES),
-]
+        check_ranges(self, (*TRAIN_RANGES, ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)))
 
 
 @dataclass

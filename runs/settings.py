@@ -170,6 +170,32 @@ def fields_of(cls, values):
     return {field.name: values[field.name] for field in fields(cls) if field.name in values}
 
 
+TRAIN_RANGES = [  # of train.py's settings, for check_ranges
+    (
+        "batch_size block_size tokens_per_step max_iters eval_interval eval_tokens log_interval max_skipped "
+        "context_parallel",
+        "at least 1",
+        lambda x: x >= 1,
+    ),
+    ("learning_rate distill_weight timeout", "positive and finite", lambda x: 0 < x < math.inf),
+    ("beta1 beta2", "in [0, 1)", lambda x: 0 <= x < 1),
+    (
+        "weight_decay min_lr warmup_iters max_seconds gradient_accumulation_steps grad_clip lr_decay_iters "
+        "sample_tokens",
+        "finite and 0 or more",
+        lambda x: 0 <= x < math.inf,
+    ),
+    # torch.compile works in the first step of a start from nothing, and may in the second
+    ("profile", "0 (none) or a step from 3 on", lambda x: x == 0 or x >= 3),
+    ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
+    ("decay_share", "above 0 and at most 1", lambda x: 0 < x <= 1),
+    ("dtype", ["auto", "float32", "bfloat16"]),
+    ("compile", ["auto", "True", "False"]),
+    ("wandb", ["auto", "online", "offline", "disabled"]),
+    ("backend", ["auto", "nccl", "gloo"]),
+]
+
+
 def check_ranges(cfg, ranges):
     """Raise ValueError for the first setting that is out of its range.
 
