@@ -30,10 +30,10 @@ from sympow.bench.timing import (
 from sympow.bench.train import VARIANTS
 from sympow.data import describe_error
 from sympow.data.files import read_json
-from sympow.experiments.report import Panel, plot
 from sympow.generation.decoder import Decoder
 from sympow.generation.generate import PIECE, Sampler
 from sympow.model import GPT, GPTConfig
+from sympow.runs.plots import make_figure, save_figure
 from sympow.runs.program import output_file, run_program
 
 LABELS = {  # of the picture
@@ -154,15 +154,28 @@ def plot_costs(training, generation, png):
     training = [row for row in training if "step_ms" in row]
     steps = [(row["attention"], row["context"], 1e6 / row["tokens_per_second"]) for row in training]
     texts = [(row["name"], row["context"], row["p50"]) for row in generation if "p50" in row and row["batch"] == 1]
-    panels = []
-    for ylabel, points, title in (
-        ("microseconds a token", steps, "In training softmax's time grows with the context (124M parameters)."),
-        ("milliseconds a token", texts, "In generation it grows with the text before (one text)."),
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    figure, axes = make_figure(2)
+    for axis, ylabel, points, title in zip(
+        axes,
+        ("microseconds a token", "milliseconds a token"),
+        (steps, texts),
+        (
+            "In training softmax's time grows with the context (124M parameters).",
+            "In generation, with the text before.",
+        ),
     ):
-        lines = {label: sorted(point[1:] for point in points if point[0] == name) for name, label in LABELS.items()}
-        lines = {label: tuple(zip(*line)) for label, line in lines.items() if line}
-        panels.append(Panel("context, tokens", ylabel, lines, title, log_x=True, log_y=True))
-    plot(panels, png)
+        for name, label in LABELS.items():
+            line = sorted(point[1:] for point in points if point[0] == name)
+            axis.plot([x for x, _ in line], [y for _, y in line], "o-", label=label, markersize=4)
+        axis.set(xlabel="context, tokens", ylabel=ylabel, title=title, yscale="log")
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:,.7g}")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(NullLocator())
+    save_figure(figure, png)
     print(f"wrote {png}")
 
 
