@@ -19,7 +19,6 @@ from typing import Callable
 
 sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # which python -I leaves out
 from sympow.runs import threads, checkpoint, folder, machine  # noqa: F401 (threads before torch)
-import numpy as np
 import torch
 
 from sympow.data.progress import waiting
@@ -234,8 +233,7 @@ def train_step(run, batch, batches):
     rate = learning_rate(progress.step, cfg, progress.seconds)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    numbers = np.random.SeedSequence([cfg.seed, progress.step, ranks.rank])
-    torch.manual_seed(int(numbers.generate_state(1, np.uint64)[0]))  # of dropout
+    machine.seed_dropout(cfg.seed, progress.step, ranks.rank)
     loss_sum = torch.zeros((), device=run.plan.device)
     for micro in range(accumulation):
         ranks.beat()

@@ -8,6 +8,7 @@ profile a step.
 import os
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -85,6 +86,12 @@ def choose_numerics(cfg, device, dtype):
     import torch._inductor.config as inductor
 
     inductor.deterministic = True
+
+
+def seed_dropout(*numbers):
+    """Seed torch's random numbers by whole numbers, of which none is negative."""
+    seed = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+    torch.manual_seed(int(seed[0]))
 
 
 def can_compile(setting, device, log):

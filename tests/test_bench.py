@@ -145,12 +145,14 @@ def test_the_picture_of_costs_has_the_rows_of_both_programs(tmp_path, monkeypatc
     generation = [dict(name="softmax", batch=b, context=n, p50=float(b * n)) for b in (1, 64) for n in (4, 8)]
     for name, rows in dict(training=training, generation=generation).items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
-    panels, plot_figure = [], sample.plot
-    monkeypatch.setattr(sample, "plot", lambda drawn, png: (panels.extend(drawn), plot_figure(drawn, png)))
+    figures, save_figure = [], sample.save_figure
+    monkeypatch.setattr(sample, "save_figure", lambda figure, png: (figures.append(figure), save_figure(figure, png)))
     png = tmp_path / "cost.png"
     assert call(sample.main, "--plot", tmp_path / "training.json", tmp_path / "generation.json", f"--png={png}") == 0
-    assert [panel.lines for panel in panels] == [
-        {"softmax": ((4, 8), (4.0, 8.0)), sample.LABELS["sympow_gating"]: ((4,), (2.0,))},
-        {"softmax": ((4, 8), (4.0, 8.0))},
-    ]
+    lines = [{line.get_label(): line.get_xydata().tolist() for line in axis.lines} for axis in figures[0].axes]
+    softmax, power = [[4, 4], [8, 8]], sample.LABELS["sympow_gating"]
+    assert lines[0]["softmax"] == lines[1]["softmax"] == softmax and (lines[0][power], lines[1][power]) == (
+        [[4, 2]],
+        [],
+    )
     assert png.stat().st_size > 1000 and str(png) in capsys.readouterr().out
