@@ -5,7 +5,7 @@ it repeats for each function call, each tensor and each element of a scan. speed
 of Triton lacks one of these parts, that version is left as it is.
 
 The interpreter multiplies bfloat16's bit patterns as integers (triton issue 11584), and it truncates what it converts
-to bfloat16.
+to bfloat16. In Triton 3.8 it has no constants in bfloat16.
 """
 
 import dataclasses
@@ -106,4 +106,5 @@ def _compute_in_bfloat16(interpreter):
 
     builder.create_dot = lambda self, a, b, *args: dot(self, widen(a), widen(b), *args)
     builder.cast_impl = cast_right
+    builder.get_bf16 = lambda self, value: cast_right(self, self.get_fp32(value), tl.bfloat16)
     builder.create_fp_to_fp = lambda self, x, to, mode: cast_right(self, x, to, lambda *args: convert(*args, mode))
