@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import PRECISION, SQUARE_DOWN, SUM_TOP, chunk_of
+from ..common import PRECISION, SQUARE_DOWN, SUM_TOP, chunk_of, wait_for_products
 from .sizes import at_index, entries_of_state, padded_tokens, tile_of
 
 PRODUCTS = 16  # products at a time; the same for every GPU, so not in the table of configs.py
@@ -79,6 +79,7 @@ def update_square_kernel(
                 y = tl.load(tile_of(x_of_head, n, TP, t), mask=n[:, None] < M, other=0.0)
                 x = (x * w.to(x.dtype)).to(x.dtype)  # below 2^15
                 acc = tl.dot(x, tl.trans(y), acc, input_precision=PRECISION)
+                wait_for_products(start)
         U = at_index(U, state, entries_of_state(tiles, 4, M, D)) + tiles * (64 * D)
         out = (acc * down * SQUARE_DOWN).to(U.dtype.element_ty)
         inside = (m[:, None] < M) & (n[None, :] < M)
