@@ -1,15 +1,18 @@
-"""Compile the kernels for Hopper without a GPU, and find instructions that touch what the matrix unit may still use.
+"""Compile the kernels for Hopper without a GPU, and look at how they use its matrix unit.
 
 A product (HGMMA) runs on while the program does other things, until a wait (WARPGROUP.DEPBAR.LE gsb0, N: all but the
 last N groups of products are done). Until then its sums must not be read or written, and its first operand must not be
 written if that is in registers. Triton 3.6 to 3.8 gets the second wrong in some loops (triton issue 9433): results then
-differ from run to run, or not, as timing has it.
+differ from run to run, or not, as timing has it. Such instructions are hazards. Where registers do not suffice, ptxas
+waits behind each product for its result ("serialized", C7510 and others), and the matrix unit idles.
 
-    python tests/sass.py                    # compile attention's kernels and print the hazards
+    python tests/sass.py                    # compile attention's kernels; print products, waits, hazards, ptxas's words
     python tests/sass.py 2,64 4,32          # for these p and head dimensions
     python tests/sass.py 2,64 query_state   # and of these kernels only
 """
 
+import contextlib
+import io
 import re
 import subprocess
 import sys
@@ -26,6 +29,12 @@ def disassemble(cubin, path):
     path.write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
+
+
+def waits(sass):
+    """Return behind how many of its products a kernel waits until all are done."""
+    steps = re.findall(r"HGMMA|DEPBAR\.LE gsb0, 0x\w+", sass)
+    return sum(a == "HGMMA" and b.endswith(" 0x0") for a, b in zip(steps, steps[1:]))
 
 
 def hazards(sass):
@@ -94,12 +103,15 @@ def _meaning(text):
 
 
 def compiled_for_hopper(shapes, folder, kernels=()):
-    """Return (name, SASS) of each kernel that reads or writes states, gated, for each (p, head dimension) in `shapes`.
+    """Return (name, SASS, losses) of each kernel that reads or writes states, gated, for each (p, head dimension) in
+    `shapes`; losses are ptxas's words about products that it serializes.
 
     For the first shape the kernels of all pairs are among them, and in the end come those of generation with products.
-    Tile sizes are the table's for an H200. If `kernels` has names, the other kernels are left out.
+    Tile sizes are the table's for an H200. If `kernels` has names, the other kernels are left out. What Triton has in
+    its cache is compiled anew.
     """
     import torch
+    from triton import knobs
     from triton.runtime.jit import JITFunction
 
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -110,7 +122,7 @@ def compiled_for_hopper(shapes, folder, kernels=()):
     from targets import pretend_gpu
 
     pretend_gpu(90)
-
+    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     configs.gpu = lambda _: configs.describe_gpu("NVIDIA H200", (9, 0), 227 * 1024)
     codes, run = {}, JITFunction.run
 
@@ -118,9 +130,11 @@ def compiled_for_hopper(shapes, folder, kernels=()):
         pairs = ("forward", "dq", "dkdv") * ((p, D) == shapes[0])
         name = self.__name__.removesuffix("_kernel")
         if name in kernels if kernels else name.startswith(("update", "query", "linear", "flush", *pairs)):
-            cubin = run(self, *args, grid=(1,), warmup=True, **kwargs).asm["cubin"]
+            with contextlib.redirect_stdout(io.StringIO()) as log:
+                cubin = run(self, *args, grid=(1,), warmup=True, **kwargs).asm["cubin"]
             if cubin not in codes:
-                codes[cubin] = self.__name__, disassemble(cubin, folder / "kernel.cubin")
+                losses = re.findall(r"\(C75\d\d\) .*serialized.*", log.getvalue())
+                codes[cubin] = self.__name__, disassemble(cubin, folder / "kernel.cubin"), losses
 
     JITFunction.run = only_compile
     for p, D in shapes:
@@ -143,8 +157,11 @@ if __name__ == "__main__":
     kernels = [name for name in sys.argv[1:] if "," not in name]
     total = 0
     with TemporaryDirectory() as folder:
-        for name, sass in compiled_for_hopper(shapes or [(2, 64), (4, 32)], Path(folder), kernels):
+        for name, sass, losses in compiled_for_hopper(
+            shapes or [(2, 64), (4, 16), (4, 32), (4, 64)], Path(folder), kernels
+        ):
             errors = hazards(sass)
-            print(f"{name}: {sass.count('HGMMA')} products, {len(errors)} hazards", *errors[:3], sep="\n    ")
-            total += len(errors)
+            numbers = f"{sass.count('HGMMA')} products, {waits(sass)} waits, {len(errors)} hazards"
+            print(f"{name}: {numbers}", *errors[:3], *losses, sep="\n    ")
+            total += len(errors) + len(losses)
     sys.exit(bool(total))

@@ -75,8 +75,8 @@ def _add_keys(acc, l, queries, keys, gates, begin, end, P: tl.constexpr, TILE: t
             c_next = sum_before(gates.C_END, tl.minimum(start + 3 * BN, end))
         v = load_tile(V, v_strides, b, start, hkv, T, BN, D, DIAGONAL)
         w = (a * a).to(v.dtype)
+        acc = tl.dot(w, v, acc, input_precision=PRECISION)  # before l, or Triton 3.9's code waits for each product
         l = tl.dot(w, ones, l, input_precision=PRECISION)
-        acc = tl.dot(w, v, acc, input_precision=PRECISION)
         if GATED and not DIAGONAL:
             decay *= x
     return acc, l
