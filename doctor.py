@@ -17,7 +17,7 @@ import sysconfig
 from pathlib import Path
 
 PYTHON = (3, 11)  # the oldest that works
-TORCH = "torch>=2.11,<2.14"  # as in requirements.txt
+TORCH = "torch>=2.11,<2.16"  # as in requirements.txt
 REQUIRED = ["numpy", "safetensors", "tqdm"]  # the programs need these, and parts of them the rest of requirements.txt
 PIP = f"{sys.executable} -m pip install"
 INSTALL_TORCH = f'run {PIP} --force-reinstall "{TORCH}"'
@@ -29,7 +29,8 @@ def find_problems(environment):
     environment: a SystemEnv of torch.utils.collect_env.
     """
     problems = []
-    if not (2, 11) <= tuple(map(int, re.findall(r"\d+", environment.torch_version))) < (2, 14):
+    low, high = map(release, TORCH.split(","))
+    if not low <= release(environment.torch_version) < high:
         problems.append(f"torch {environment.torch_version} is not the version needed: {INSTALL_TORCH}")
     if missing := [name for name in REQUIRED if not importlib.util.find_spec(name)]:
         problems.append(f"required packages are missing: run {PIP} {' '.join(missing)}")
@@ -48,6 +49,11 @@ def find_problems(environment):
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         problems.append("no Python.h, which torch.compile needs: run apt install python3-dev, or take conda's Python")
     return problems
+
+
+def release(version):
+    """Return the numbers of a version as a tuple, to be compared."""
+    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 def sees_gpu(environment):

@@ -70,8 +70,8 @@ def test_requirements_are_well_formed_and_leave_triton_to_torch():
     requirements = pytest.importorskip("packaging.requirements")
     lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
     parsed = {r.name: r for r in map(requirements.Requirement, filter(None, lines))}
-    torches = ["2.10.0", "2.11.0", "2.13.0+cu130", "2.14.0"]
-    assert list(parsed["torch"].specifier.filter(torches)) == ["2.11.0", "2.13.0+cu130"]
+    torches = ["2.10.0", "2.11.0", "2.15.0+cu132", "2.16.0"]
+    assert list(parsed["torch"].specifier.filter(torches)) == ["2.11.0", "2.15.0+cu132"]
     assert not parsed["triton"].specifier
     assert parsed["triton"].marker.evaluate({"sys_platform": "linux"})
     assert not parsed["triton"].marker.evaluate({"sys_platform": "darwin"})
