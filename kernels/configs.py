@@ -8,7 +8,9 @@ compiles nothing. There are two kinds of kernels:
     update_state, query_state,                 GPU's name. Other GPUs with Hopper's compute capability have the H200's
     query_gradient (chunked/)                  entries. For all others, and for float32, SAFE has sizes for each class
                                                of GPUs, chosen by the registers, spills and shared memory of compiled
-                                               code (tests/targets.py prints these).
+                                               code (tests/targets.py prints these). So are the H200's for update_state
+                                               at D = 64, and at D = 16 for p = 4: products of 64 tokens. With
+                                               128, ptxas of Triton 3.7 to 3.9 serializes them (tests/sass.py).
     all others: heinsen/, decode/,             sizes are the same for every GPU: constants in the kernel's own file
     cross_entropy, gates, and
     prepare and discumsum (chunked/)
@@ -98,38 +100,41 @@ STATES = {  # of bfloat16, for every class of GPUs
     "query_state": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 2))],
     "query_gradient": [(64, Config(64, 64, 4, 2)), (128, Config(64, 64, 8, 1))],
 }
-# the class of a GPU, or float32 -> kernel -> [(largest head dimension, Config), ...]
+FLOAT32 = {  # products do without the matrix unit; registers are the limit
+    "forward": [(128, Config(32, 32, 8, 1))],
+    "dq": [(128, Config(32, 32, 8, 1))],
+    "dkdv": [(128, Config(32, 32, 8, 1))],
+    "update_state": [(128, Config(64, 32, 8, 1))],
+    "query_state": [(128, Config(32, 64, 8, 1))],
+    "query_gradient": [(128, Config(64, 64, 16, 1))],
+}
+# The class of a GPU, or float32 -> kernel -> [(largest head dimension, Config), ...]. Head dimension 256 has the
+# quadratic form alone, and not in float32. Nothing here is measured.
 SAFE = {
     "wgmma": {  # Hopper
-        "forward": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
-        "dq": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2))],
-        "dkdv": [(64, Config(64, 64, 4, 2)), (128, Config(32, 64, 4, 2))],
+        "forward": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2)), (256, Config(64, 32, 8, 2))],
+        "dq": [(64, Config(64, 64, 4, 2)), (128, Config(64, 32, 4, 2)), (256, Config(32, 32, 8, 2))],
+        "dkdv": [(64, Config(64, 64, 4, 2)), (128, Config(32, 64, 4, 2)), (256, Config(32, 32, 8, 2))],
+        **STATES,
     },
     "mma": {  # Ampere, Ada and the smaller Blackwell
-        "forward": [(128, Config(64, 32, 4, 3))],
-        "dq": [(128, Config(64, 32, 4, 3))],
-        "dkdv": [(64, Config(32, 64, 4, 2)), (128, Config(32, 32, 4, 2))],
+        # Tiles of 128 queries read keys half as often as 64 do. In 48 KB a thread takes at most 254 registers and
+        # spills at most 16 bytes (Triton 3.6, 3.8, 3.9). At D = 128 they take all 255, and spill on an RTX 5090.
+        "forward": [(64, Config(128, 64, 8, 3)), (128, Config(64, 32, 4, 3)), (256, Config(64, 32, 8, 2))],
+        "dq": [(128, Config(64, 32, 4, 3)), (256, Config(32, 32, 8, 2))],
+        "dkdv": [(64, Config(32, 64, 4, 2)), (128, Config(32, 32, 4, 2)), (256, Config(32, 32, 8, 2))],
+        **STATES,
     },
     "tcgen05": {  # Blackwell of data centers
-        "forward": [(64, Config(128, 64, 4, 2)), (128, Config(128, 64, 8, 2))],
-        "dq": [(128, Config(64, 64, 4, 2))],
-        "dkdv": [(128, Config(64, 64, 8, 2))],
+        "forward": [(64, Config(128, 64, 4, 2)), (128, Config(128, 64, 8, 2)), (256, Config(64, 32, 8, 2))],
+        "dq": [(128, Config(64, 64, 4, 2)), (256, Config(32, 32, 8, 2))],
+        "dkdv": [(128, Config(64, 64, 8, 2)), (256, Config(32, 32, 8, 2))],
+        **STATES,
     },
-    # products of float32 do without the matrix unit; registers are the limit
-    "float32": {
-        "forward": [(128, Config(32, 32, 8, 1))],
-        "dq": [(128, Config(32, 32, 8, 1))],
-        "dkdv": [(128, Config(32, 32, 8, 1))],
-        "update_state": [(128, Config(64, 32, 8, 1))],
-        "query_state": [(128, Config(32, 64, 8, 1))],
-        "query_gradient": [(128, Config(64, 64, 16, 1))],
-    },
+    "float32": FLOAT32,
+    # with 32 tokens update_state spills 312 to 744 bytes a thread there, on Hopper 288
+    "float32, not Hopper": FLOAT32 | {"update_state": [(128, Config(64, 16, 8, 1))]},
 }
-WIDE = {"forward": Config(64, 32, 8, 2), "dq": Config(32, 32, 8, 2), "dkdv": Config(32, 32, 8, 2)}
-for name in ("mma", "wgmma", "tcgen05"):  # head dimension 256: the quadratic form alone, not in float32
-    SAFE[name] = {kernel: [*rows, (256, WIDE[kernel])] for kernel, rows in SAFE[name].items()} | STATES
-# with 32 tokens update_state spills 312 to 744 bytes a thread there, on Hopper 288
-SAFE["float32, not Hopper"] = SAFE["float32"] | {"update_state": [(128, Config(64, 16, 8, 1))]}
 
 
 def choose(kernel, q, p, gated=False, chunked=False):
