@@ -32,7 +32,8 @@ def find_problems(environment):
     low, high = map(release, TORCH.split(","))
     if not low <= release(environment.torch_version) < high:
         problems.append(f"torch {environment.torch_version} is not the version needed: {INSTALL_TORCH}")
-    if missing := [name for name in REQUIRED if not importlib.util.find_spec(name)]:
+    in_clone = Path(__file__).resolve().with_name("train.py").exists()  # the installed package has no programs
+    if missing := [name for name in REQUIRED if in_clone and not importlib.util.find_spec(name)]:
         problems.append(f"required packages are missing: run {PIP} {' '.join(missing)}")
     on_gpu = sees_gpu(environment)
     if environment.nvidia_gpu_models and not on_gpu:

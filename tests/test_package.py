@@ -150,7 +150,6 @@ def test_a_wheel_works_in_an_empty_environment(tmp_path, request, newest):
     ignored = shutil.ignore_patterns(".*", "out", "tests", "docs", "__pycache__", "*.bin")
     shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
     (source / "data/text/train_00000.bin").write_bytes(b"prepared data")
-    pip = lambda python, *args: subprocess.run([python, "-m", "pip", "-q", *args], check=True)
     pip(sys.executable, "wheel", "--no-deps", "-w", tmp_path / "wheels", source)
     (wheel,) = (tmp_path / "wheels").glob("sympow-*.whl")
     installed = [name.split("/") for name in zipfile.ZipFile(wheel).namelist()]
