@@ -4,14 +4,13 @@ Nothing here imports Triton before a kernel is wanted, so that attention/ works 
 """
 
 from ...kernels import cost
-from ...kernels.support import POINTWISE, source_hash, why_not, width
+from ...kernels.support import source_hash, why_not, width
 from ...kernels.configs import cache_folder, table_name
 from ...kernels.layout import make_sqrt_multiplicity, symmetric_power_dim, tails_of
 from ...kernels.registry import register, registered
 from ...kernels.transforms import transforms_active
 
 __all__ = [
-    "POINTWISE",
     "cache_folder",
     "cost",
     "make_sqrt_multiplicity",

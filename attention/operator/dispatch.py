@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from . import backend, check
-from .backend import POINTWISE, cost, symmetric_power_dim, transforms_active, width
+from .backend import cost, symmetric_power_dim, transforms_active, width
 from .check import Size
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
@@ -142,9 +142,8 @@ def compare_plans(plans, dtype, device, D):
 
     A Plan may be None. With them go the losses and the rotations of heads of D entries, in `dtype`.
     """
-    sizes = [
-        Size(form, dtype, D * (form == "rotary") or None) for form in POINTWISE if not why_not(form, device, dtype)
-    ]
+    pointwise = Size("rotary", dtype, D), Size("cross_entropy", dtype)
+    sizes = [size for size in pointwise if not why_not(size.form, device, dtype)]
     sizes += [chosen.size for chosen in plans if chosen and chosen.size]
     return check.compare(dict.fromkeys(sizes), device)
 
