@@ -487,7 +487,7 @@ def test_tokens_leave_the_window_that_is_compared(monkeypatch):
 @pytest.mark.parametrize("path", ["model.py", "layers/norm.py", "attention/operator/forms.py", "generation/layers.py"])
 def test_an_edit_of_the_model_is_compared_again(path, tmp_path, monkeypatch):
     """A comparison is remembered under a hash of the sources on which it depends."""
-    monkeypatch.setattr(code, "ROOT", tmp_path)
+    monkeypatch.setattr(code, "PACKAGE", tmp_path)
     (tmp_path / "model.py").touch()
     file, hashes = tmp_path / path, set()
     file.parent.mkdir(parents=True, exist_ok=True)
