@@ -5,8 +5,8 @@
     pip install flash-linear-attention      # for forgetting, on GPUs
     python -m experiments.english
 
-Models, steps and tokens are those of experiments.recipe, and rates are the best ones that its records have. So rates
-are not looked for on this corpus.
+Models, steps and tokens are those of experiments.recipe. Rates are the best ones of its records, and are not looked for
+on this corpus.
 """
 
 from sympow.experiments.larger import NOTE, distance_columns, smaller_models

@@ -57,25 +57,25 @@ def other_cell(entry, models, cell, **arguments):
     return cell(model, **arguments) if model else None
 
 
-def distance_columns(trained, models, here, there):
+def distance_columns(trained, models, label, other_label):
     """Return the columns of losses and of the distances to softmax of the Entries trained {contender: Entry}.
 
-    models: of other models {contender: Entry}, whose distances stand beside them. here, there: what the two are called.
+    models {contender: Entry} are others: their distances have columns too. label, other_label: what both are called.
     """
     softmax = trained.get(SOFTMAX)
     columns = [
         ("validation loss", loss_cell),
-        (f"to softmax, {here}", partial(seeds_difference_cell, base=softmax)),
+        (f"to softmax, {label}", partial(seeds_difference_cell, base=softmax)),
         (
-            f"to softmax, {there}",
+            f"to softmax, {other_label}",
             partial(other_cell, models=models, cell=seeds_difference_cell, base=models.get(SOFTMAX)),
         ),
         ("other texts", partial(loss_cell, measure=texts_loss)),
-        (f"text by text, {here}", partial(text_by_text_cell, base=softmax)),
+        (f"text by text, {label}", partial(text_by_text_cell, base=softmax)),
     ]
     models = {name: model for name, entry in models.items() if (model := measured(entry))}
-    there_cell = partial(other_cell, models=models, cell=text_by_text_cell, base=models.get(SOFTMAX))
-    return [*columns, (f"text by text, {there}", there_cell)]
+    other = partial(other_cell, models=models, cell=text_by_text_cell, base=models.get(SOFTMAX))
+    return [*columns, (f"text by text, {other_label}", other)]
 
 
 def report(entries, size):

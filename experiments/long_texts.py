@@ -78,7 +78,7 @@ def plan(size):
 
 
 def timed_run(size, name, way, record, seed):
-    """Return the Run of a contender that takes SECONDS, trained in a way of SHARES; record: that of its speeds.
+    """Return the Run of a contender that takes SECONDS, trained in a way of SHARES. record: of its `speed_run`.
 
     In stages the learning rate falls in the steps at LONG, which take the last fifth of the time.
     """

@@ -5,8 +5,8 @@ are chosen by the validation loss. The best one gets three seeds; p = 4, softmax
 five. A contender that is FAR behind softmax keeps its one seed. All seeds but the first, which chose the rate, read
 other texts too. The records decide what is trained next: repeat the command until its status is 0.
 
-The first form of this experiment had AdamW in the place of Muon, without weight decay. Its table is a second one: of
-the contenders of WITH_ADAMW, with both rates of ADAMW_RATES and one seed, and of what else has a record.
+The first form of this experiment had AdamW in the place of Muon, without weight decay. A second table has its records.
+The contenders of WITH_ADAMW are trained with it too, with both rates of ADAMW_RATES and one seed.
 
     pip install flash-linear-attention      # for gated_deltanet and, on GPUs, for forgetting
 
@@ -99,10 +99,10 @@ def plan(size):
     }
     softmax = min(SOFTMAX, key=best.get) if best.keys() >= SOFTMAX.keys() else None
     if softmax:
-        near = [name for name, (loss, _) in best.items() if loss < best[softmax][0] + FAR]
-        closest = [name for name in near if name in ("p=4, heads of 64", "forgetting", softmax)]
+        names = [name for name, (loss, _) in best.items() if loss < best[softmax][0] + FAR]
+        closest = [name for name in names if name in ("p=4, heads of 64", "forgetting", softmax)]
         for i, seed in enumerate(seeds):
-            runs += [tuned(size, name, best[name][1], seed) for name in (near if i < 2 else closest)]
+            runs += [tuned(size, name, best[name][1], seed) for name in (names if i < 2 else closest)]
     runs += [speed_run(size, name) for name in CONTENDERS][: None if full else 2]
     return runs + [with_adamw(size, name, rate) for name in WITH_ADAMW for rate in ADAMW_RATES if full]
 

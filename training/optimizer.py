@@ -85,7 +85,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._step_together(weights)
 
     def _step_together(self, weights):
-        """Take a step of Muon for some weights, of which this rank holds all rows, or some of a sharded one."""
+        """Take a step of Muon for some weights; of a sharded one this rank holds some rows."""
         group, skip = self.param_groups[-1], self.found_inf != 0
         self._mix_momentum(weights, skip)
         matrices = defaultdict(list)  # by shape: (gradient, own rows of the matrix, which rows those are)
