@@ -24,7 +24,7 @@ class Display:
     """Shows the progress of a run with the limits cfg.max_iters and cfg.max_seconds, which is at this step."""
 
     def __init__(self, cfg, step, device, shown):
-        self.cfg, self.device, self.shown = cfg, device, shown
+        self.cfg, self.device, self.shown, self.first = cfg, device, shown, None
         form = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps [{elapsed}{postfix}]"
         self.bar = bar(total=cfg.max_iters, initial=step, unit="step", bar_format=form) if shown else tqdm(disable=True)
 
@@ -42,16 +42,22 @@ class Display:
         speed = f"{numbers['tok_per_sec']:,.0f} tok/s"
         if numbers["mfu"]:
             speed += f", mfu {numbers['mfu']:.1%}"
-        seconds = (self.cfg.max_iters - step) / steps_per_second
-        if self.cfg.max_seconds:
-            seconds = max(0.0, min(seconds, self.cfg.max_seconds - numbers["seconds"]))
-        left = f"{tqdm.format_interval(seconds)} left"
+        left = f"{tqdm.format_interval(self.seconds_left(step, numbers['seconds'], steps_per_second))} left"
         loss = f"loss {numbers['train_loss']:.4f}" + (f" at context {context:,}" if self.cfg.then else "")
         self.bar.set_postfix_str(f"{loss}, {speed}, {left}")
         if not sys.stderr.isatty():
             self.bar.due = time.monotonic() + NEXT_LINE
             memory = f"{peak_memory(self.device) / 1e9:.1f} GB"
             print_to_terminal(f"step {step}: {loss}, {speed}, lr {numbers['lr']:.2e}, {memory}, {left}")
+
+    def seconds_left(self, step, seconds, steps_per_second):
+        """Return the seconds until the first limit, at the speed since the first logged step, which counts evaluations
+        and checkpoints; in that step, at this speed."""
+        self.first = first_step, first_seconds = self.first or (step, seconds)
+        if step > first_step:
+            steps_per_second = (step - first_step) / (seconds - first_seconds)
+        left = (self.cfg.max_iters - step) / steps_per_second
+        return max(0.0, min(left, self.cfg.max_seconds - seconds) if self.cfg.max_seconds else left)
 
     def close(self):
         """Leave the bar as it is, and print the memory that a GPU had in use."""
