@@ -33,14 +33,17 @@ COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4
 
 
 def plot_loss_curves(runs, png):
-    """Plot the losses of runs against millions of tokens and hours of training.
+    """Plot the losses of runs against millions of tokens and minutes or hours of training.
 
     runs: {name: (train, val)}, the lines of metrics.jsonl with a training or a validation loss, ordered by step. png: a
     file from `choose_picture`.
     """
     title = "Lines are training losses, smoothed. Circles are validation losses."
     figure, axes = make_figure(2)
-    quantities = [("tokens", "million tokens", 1e6), ("seconds", "hours of training", 3600)]
+    seconds = max((line.get("seconds", 0) for lines in runs.values() for line in sum(lines, [])), default=0)
+    hours = seconds > 2 * 3600
+    time = ("seconds", "hours of training", 3600) if hours else ("seconds", "minutes of training", 60)
+    quantities = [("tokens", "million tokens", 1e6), time]
     for axis, (key, label, unit) in zip(axes, quantities):
         axis.set(xlabel=label, ylabel="loss, nats per token", title=title)
         ends = []

@@ -107,15 +107,16 @@ def test_a_skipped_step_leaves_no_hole(tmp_path, capsys, no_picture):
 # ---- pictures
 
 
-def test_curves_are_smoothed_and_their_first_losses_left_out(monkeypatch):
+@pytest.mark.parametrize("unit,seconds", [("minutes", 60), ("hours", 3600)])
+def test_curves_are_smoothed_and_their_first_losses_left_out(monkeypatch, unit, seconds):
     figures = []
     monkeypatch.setattr(plots, "save_figure", lambda figure, png: figures.append(figure))
     losses = [90.0] + [4 + i % 2 for i in range(299)]
-    lines = log_lines("train_loss", losses, seconds=3600), log_lines("val_loss", [5.0], seconds=1800)
+    lines = log_lines("train_loss", losses, seconds=9 * seconds), log_lines("val_loss", [5.0], seconds=seconds / 2)
     plots.plot_loss_curves({"a": lines}, "x.png")
-    tokens, hours = figures[0].axes
+    tokens, time = figures[0].axes
     assert tokens.get_ylim()[1] == 10 and 4.4 < tokens.lines[0].get_ydata()[100] < 4.6
-    assert hours.lines[1].get_xdata() == [0.5] and hours.get_xlabel() == "hours of training"
+    assert time.lines[1].get_xdata() == [0.5] and time.get_xlabel() == f"{unit} of training"
 
 
 def test_a_picture_without_matplotlib_is_refused_and_the_table_needs_none(tmp_path, capsys, monkeypatch):
