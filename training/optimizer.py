@@ -63,6 +63,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(self, model, cfg):
         self.matrix_rows = muon_weights(model)
+        self.batches = split_weights(self.matrix_rows)
         self.adamw = make_adamw(model, cfg, self.matrix_rows)
         group = {"params": [*self.matrix_rows], "lr": cfg.learning_rate, "weight_decay": cfg.weight_decay}
         super().__init__([*self.adamw.param_groups, group], {})
@@ -76,13 +77,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self.adamw.param_groups, self.adamw.state = self.param_groups[:-1], self.state
         self.adamw.found_inf = self.found_inf
         self.adamw.step()
-        weights = []
-        for weight in self.matrix_rows:
-            if weights and sum(x.numel() for x in (*weights, weight)) > MUON_BATCH:
-                self._step_together(weights)
-                weights = []
-            weights.append(weight)
-        self._step_together(weights)
+        for weights in self.batches:
+            self._step_together(weights)
 
     def _step_together(self, weights):
         """Take a step of Muon for some weights; of a sharded one this rank holds some rows."""
@@ -132,6 +128,18 @@ def muon_weights(model):
             if isinstance(layer, nn.Linear) and layer not in own_modules:
                 rows[layer.weight] = [layer.out_features]
     return rows
+
+
+def split_weights(weights):
+    """Return lists of weights that follow each other, of at most MUON_BATCH entries together, or of one weight."""
+    batches, entries = [[]], 0
+    for weight in weights:
+        entries += weight.numel()
+        if batches[-1] and entries > MUON_BATCH:
+            batches.append([])
+            entries = weight.numel()
+        batches[-1].append(weight)
+    return batches
 
 
 def orthogonalize(x):
