@@ -9,14 +9,15 @@ Models, steps and tokens are those of experiments.recipe. Rates are the best one
 on this corpus.
 """
 
+from sympow.experiments.larger import NAMES as LARGER_NAMES
 from sympow.experiments.larger import NOTE, distance_columns, smaller_models
-from sympow.experiments.long_texts import NAMES as LONG_NAMES
+from sympow.experiments.long_texts import WINDOWED
 from sympow.experiments.recipe import CONTENDERS, RATES, best_rates
 from sympow.experiments.report import table, tokens_cell
 from sympow.experiments.runs import main
 from sympow.experiments.which_attention import SEEDS, make_run
 
-NAMES = (*(name for name in LONG_NAMES if name != "hybrid 3:1"), "p=4, heads of 64")
+NAMES = (*LARGER_NAMES, WINDOWED)
 
 
 def plan(size):
