@@ -73,6 +73,8 @@ def allowed(case):
         and (features * max(T / 4, case["D"]) <= LARGEST or not reads_features(case))
         # features of a higher power cancel to less than float32 has
         and (case["p"] <= 4 or case["dtype"] == "float64" or not reads_features(case))
+        # so do those of p = 4 in wider heads, where a query is nearly orthogonal to the first keys
+        and (case["p"] < 4 or case["D"] <= 16 or case["dtype"] == "float64" or case["form"] != "recurrent")
     )
 
 
@@ -171,6 +173,7 @@ def tolerance(case, name):
     """Return the largest error of an output or a gradient.
 
     For p = 4 phi(q) . z is small beside its terms: float32 loses digits token by token, bfloat16 if gates leave few.
+    In bfloat16 so does a query alone for p = 2, if it is nearly orthogonal to the few keys.
     """
     is_output, form, cancels = name in ("y", "S", "z"), case["form"], case["p"] == 4 and reads_features(case)
     if case["dtype"] == "float64":
@@ -179,6 +182,7 @@ def tolerance(case, name):
         return 1e-2 if cancels and form == "recurrent" else 1e-5 if is_output else 1e-4
     if case["dtype"] == "float16":  # computed in float32, then rounded
         return 1e-2 if cancels and form == "recurrent" else 2e-3
+    cancels |= case["queries"] == "one" and reads_features(case)
     cancels &= case["gates"] in ("learned", "documents")
     short = case["T"] < 1000 or case["gates"] == "documents"
     return (2e-2 if cancels else 4e-3) if is_output else 5e-2 if cancels or short else 8e-3
