@@ -1,4 +1,4 @@
-"""README's command on eight ranks: killed, stopped by a signal and resumed, with the same bits; as one rank, rounded."""
+"""README's command on eight ranks: losses as on one rank, and the same bits after a kill or a signal and a resume."""
 
 import os
 import signal
