@@ -18,7 +18,6 @@ from sympow.attention.operator.memory import generation_bytes
 from sympow.bench.train import make_steps
 from sympow.data.dataset import Dataset
 from sympow.data.files import write_json
-from sympow.data.recall.tasks import questions
 from sympow.experiments import mqar_task
 from sympow.experiments.runs import Run
 from sympow.experiments.train import AUTOCAST, DEVICE, register
@@ -148,38 +147,6 @@ def read_text(model, inputs, targets, window):
     return np.concatenate([losses[0, :half], losses[:, half:].reshape(-1)])
 
 
-@AUTOCAST
-@torch.inference_mode()
-def recall(model, dataset, documents):
-    """Return the share of questions answered, by distance, over the long documents of a dataset of data/recall."""
-    length, short = dataset.document_length, dataset.meta["short"]
-    texts, answers = [], []
-    for row in range(short, min(dataset.documents("val"), short + documents)):
-        inputs, targets = read_tokens(dataset, row * length, length)
-        logits, _ = model(inputs.to(DEVICE))
-        answers.append(logits[0].argmax(-1).cpu().numpy())
-        texts.append(bytes(targets[0].tolist()))
-    return score(texts, answers)
-
-
-def score(texts, answers):
-    """Return {distance: [...], accuracy: [...], questions: [...]} over distances between powers of two.
-
-    texts: bytes. answers: an array of the expected ids for each text. A distance is the geometric middle of its
-    interval; intervals without questions are left out.
-    """
-    results = {}  # {number of binary digits: [True if the answer is right]}
-    for text, answer in zip(texts, answers):
-        for distance, position in questions(text):
-            results.setdefault(distance.bit_length(), []).append(answer[position] == text[position])
-    digits = sorted(results)
-    return dict(
-        distance=[round(2 ** (n - 0.5)) for n in digits],
-        accuracy=[np.mean(results[n]) for n in digits],
-        questions=[len(results[n]) for n in digits],
-    )
-
-
 def speed(model, dataset, contexts, tokens):
     """Return {context: tokens a second in training}, for random tokens."""
     return {context: tokens / step_seconds(model.config, context, tokens) for context in contexts}
@@ -243,7 +210,6 @@ MEASURES = {
     "far": positions,
     "swapped": swapped_context,
     "swapped_far": swapped_context,
-    "recall": recall,
     "mqar": mqar_task.recall,
     "speed": speed,
     "state": state_bytes,

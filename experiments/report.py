@@ -45,8 +45,8 @@ class Entry:
 class Panel:
     """One panel of a figure. The title is a sentence that says what points, lines and bands are.
 
-    lines: {name: (x, y)} or {name: (x, y, standard errors)}. context: x of a dashed line, the training context. level:
-    y of a horizontal line. cut: leave out losses above twice the median of the lines' ends, such as the first ones.
+    lines: {name: (x, y)} or {name: (x, y, standard errors)}. context: x of a dashed line, the training context. cut:
+    leave out losses above twice the median of the lines' ends, such as the first ones.
     """
 
     xlabel: str
@@ -56,7 +56,6 @@ class Panel:
     log_x: bool = False
     log_y: bool = False
     context: int | None = None
-    level: float | None = None
     cut: bool = False
 
 
@@ -224,8 +223,6 @@ def draw_panel(axis, panel, colours):
         axis.plot(x, y, color=colours[name], label=name, marker="o" if len(x) <= 25 else None, markersize=4)
         if errors:
             axis.fill_between(x, y - errors[0], y + errors[0], color=colours[name], alpha=0.15, linewidth=0)
-    if panel.level:
-        axis.axhline(panel.level, color="#777777", linewidth=1)
     if panel.context:
         axis.axvline(panel.context, color="#777777", linestyle="--", linewidth=1)
     axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)

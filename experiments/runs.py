@@ -149,12 +149,11 @@ SIZES = {
 }
 
 
-def main(name, plan, report, seeds=(1337,), prepare=None, corpus="source"):
+def main(name, plan, report, seeds=(1337,), corpus="source"):
     """Run the experiment of this name with the options of the command line; exit with 3 if runs are missing.
 
     plan(size) may ask for other runs once there are more records. seeds: the default of --seeds; None if plan chooses.
-    prepare: a function of the Size that prepares data before anything is trained. corpus: the dataset of size small;
-    None if the runs need none.
+    corpus: the dataset of size small; None if the runs need none.
     """
     command = f"python -m experiments.{name}"
     parser = Parser(sys.modules["__main__"].__doc__, prog=command)
@@ -173,8 +172,6 @@ def main(name, plan, report, seeds=(1337,), prepare=None, corpus="source"):
     missing = [run for run in plan_seeds(plan, size, args) if not run.find(records)]
     if missing and args.minutes:
         try:
-            if prepare:
-                prepare(size)
             for run in missing:
                 run.corpus()  # refuses one that is not prepared
             train(missing, records, f"{path}.json", args.minutes)

@@ -1,4 +1,4 @@
-"""Experiments: corpora by project, recall's data and accuracy, tables that mix nothing, and runs that are kept."""
+"""Experiments: corpora by project, tables that mix nothing, and runs that are kept."""
 
 import math
 import os
@@ -8,7 +8,7 @@ import re
 import runpy
 import signal
 import subprocess
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import helpers
@@ -22,13 +22,10 @@ from sympow.attention import ATTENTIONS, naive
 from sympow.data import near_duplicates
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_json
-from sympow.data.recall import prepare as prepare_recall
-from sympow.data.recall.tasks import CHANCE, make_pairs, questions
 from sympow.data.source import prepare as prepare_source
 from sympow.data.tokenizer import Tokenizer
 from sympow.experiments import train as experiment_train
 from sympow.experiments import (
-    capacity,
     english,
     evaluation_length,
     larger,
@@ -41,7 +38,7 @@ from sympow.experiments import (
     which_attention,
 )
 from sympow.experiments.forgetting import fla_attention, forgetting_attention
-from sympow.experiments.measure import positions, read_text, read_tokens, score
+from sympow.experiments.measure import positions, read_text, read_tokens
 from sympow.experiments.report import Entry, Panel, draw_panel, ratio_cell, table
 from sympow.model import GPT, GPTConfig
 
@@ -158,45 +155,6 @@ def test_a_corpus_by_project_takes_a_tokenizer_that_is_trained_on_its_training_s
         row += count
     train = dataset.read("train", 0, dataset.tokens("train"))
     assert 0 < (train == dataset.eot).sum() < len(projects)
-
-
-# ---- recall
-
-
-def test_an_oracle_answers_every_question_and_a_guess_has_its_chance():
-    rng = np.random.default_rng(SEED)
-    rows = make_pairs(rng, 40, 4096)
-    texts = [row.tobytes() for row in rows]
-    oracle = score(texts, rows)
-    assert set(oracle["accuracy"]) == {1.0} and max(oracle["distance"]) > 2048 and len(oracle["distance"]) > 5
-    count = sum(oracle["questions"])
-    guess = score(texts, rng.integers(48, 64, rows.shape))
-    mean = np.average(guess["accuracy"], weights=guess["questions"])
-    assert count > 20_000
-    assert abs(mean - CHANCE) < 5 * (CHANCE / count) ** 0.5 + 1e-9
-
-
-def test_a_question_is_asked_after_its_newest_answer():
-    assert questions(b"A\x800A\x811A\x800A\x800A\x819A\x819") == [(6, 8), (3, 11), (3, 17)]
-
-
-def test_pairs_have_one_value_for_each_key():
-    for row in make_pairs(np.random.default_rng(1), 20, 3000):
-        records = {bytes(record) for record in row.reshape(-1, 3)}
-        assert len({record[:2] for record in records}) == len(records) and 300 < len(records) < 700  # half of 1,000
-    with pytest.raises(ValueError, match="more than 4096 keys"):
-        make_pairs(np.random.default_rng(1), 1, 30000)
-
-
-def test_documents_of_training_are_whole_in_their_windows(tmp_path):
-    options = "--context=256", "--times=4", "--train_tokens=8192", "--short=2", "--long=3"
-    for name in "ab":
-        prepare_recall.main([f"--out={tmp_path / name}", *options])
-    dataset = Dataset(str(tmp_path / "a"))
-    assert (dataset.documents("train"), dataset.documents("val"), dataset.document_length) == (8, 5, 1024)
-    for row in dataset.read("train", 0, 8192).astype(np.uint8).reshape(-1, 256):
-        assert len(questions(row.tobytes())) > 15
-    assert np.array_equal(dataset.read("val", 0, 5120), Dataset(str(tmp_path / "b")).read("val", 0, 5120))
 
 
 # ---- tables and curves
@@ -579,20 +537,6 @@ def test_half_lives_are_those_of_each_heads_gate(dataset):
     lives = measure.half_lives(model, Dataset(dataset), 128)
     assert list(lives) == [0] and [len(heads) for heads in lives[0]] == [3, 3, 3]
     assert [median for _, median, _ in lives[0]] == pytest.approx([0.6286, 688.1, 1e7], rel=1e-3)
-
-
-def test_power_attention_and_the_window_beside_it_keep_as_many_bytes():
-    kept, names = {}, {field.name for field in fields(GPTConfig)}
-    for run in capacity.plan(runs.SIZES["small"]):
-        with torch.device("meta"):
-            model = GPT(GPTConfig(vocab_size=257, **{k: v for k, v in run.settings.items() if k in names}))
-        kept[run.name] = measure.state_bytes(model, None, tokens=16384)["state"]
-    assert len(kept) == 12 and kept.pop("softmax") > kept.pop("softmax, no convolution") > 3 * max(kept.values())
-    for p, D in capacity.SHAPES:
-        window = kept[f"softmax, window {capacity.window_of(p, D):,}"]
-        assert kept[f"gated p={p}, D={D}"] <= window < 1.1 * kept[f"gated p={p}, D={D}"]
-        if p == 2:
-            assert kept[f"gated p=2, D={D}"] < kept[f"hybrid 1:1, p=2, D={D}"] < window
 
 
 @pytest.mark.parametrize(

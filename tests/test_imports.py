@@ -221,7 +221,7 @@ def test_no_library_imports_a_script():
     programs = scripts() | {"kernels/tune.py"}
     libraries = [name for name in FILES if name not in programs and room_of(name) not in ("bench", "experiments")]
     wrong = [f"{name} imports {target}" for name in libraries for target, *_ in targets(name) if target in programs]
-    assert len(programs) == 13 and not wrong
+    assert len(programs) == 12 and not wrong
 
 
 def test_attention_and_the_model_can_be_imported_without_triton():
