@@ -48,28 +48,24 @@ def main(run):
 # ---- measurements: each takes the model, trained or on the meta device, the dataset and the arguments of the plan
 
 
-def positions(model, dataset, length, documents, window=0, start=0, bounds=(), skip=0):
+def positions(model, dataset, length, documents, window=0, bounds=(), skip=0):
     """Return the losses by position over held-out texts of `length` tokens, from their beginnings.
 
     skip: leave out the texts in the first tokens of the held-out split, as many as validation reads.
 
     window: read in windows of so many tokens that overlap by half, so that a token sees between half a window
-    and a whole one; 0: read on with the state. The loss of each text is over the positions from `start` on. `spans` has
-    the mean losses between two neighbours of `bounds`. Errors are standard errors over the texts.
+    and a whole one; 0: read on with the state. `spans` has the mean losses between two neighbours of `bounds`. Errors
+    are standard errors over the texts.
     """
     texts = held_out(dataset, length, documents, skip)
     losses = [read_text(model, *text, window) for text in texts]
     curves = [means_by_position(row) for row in losses]
-    mean, errors = mean_and_standard_error([means for _, means in curves])
     spans = [[row[a:b].mean() for a, b in zip(bounds, bounds[1:])] for row in losses]
     span_means, span_errors = mean_and_standard_error(spans)
-    means = [row[start:].mean() for row in losses]
     return dict(
-        documents=len(texts),
-        texts=means,
+        texts=[row.mean() for row in losses],
         positions=curves[0][0],
-        mean=mean.tolist(),
-        errors=errors.tolist(),
+        mean=np.mean([means for _, means in curves], axis=0).tolist(),
         spans=dict(mean=span_means.tolist(), errors=span_errors.tolist()),
     )
 
@@ -206,7 +202,6 @@ def kept_bytes(model, lengths):
 
 MEASURES = {
     "positions": positions,
-    "targets": positions,
     "far": positions,
     "swapped": swapped_context,
     "swapped_far": swapped_context,

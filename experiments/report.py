@@ -8,7 +8,7 @@ plot([Panel("million tokens", "loss, nats", {"softmax": (x, y)}, "Points are val
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, pairwise
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
 import matplotlib
 import numpy as np
@@ -18,7 +18,6 @@ from matplotlib.ticker import LogLocator, NullLocator
 from sympow.compare import format_count, markdown
 from sympow.runs.plots import COLOURS, STYLE, mean_and_standard_error
 
-CURVE = ("positions", "mean", "errors")  # what a record has of the loss by position
 # 97.5% quantiles of Student's t distribution for 1, 2, 3, ... degrees of freedom
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 FIRST_POSITION = 64  # of a curve: before it a text's language is unknown, and losses differ several times more
@@ -43,10 +42,9 @@ class Entry:
 
 @dataclass
 class Panel:
-    """One panel of a figure. The title is a sentence that says what points, lines and bands are.
+    """One panel of a figure. The title is a sentence that says what points and lines are.
 
-    lines: {name: (x, y)} or {name: (x, y, standard errors)}. context: x of a dashed line, the training context. cut:
-    leave out losses above twice the median of the lines' ends, such as the first ones.
+    lines: {name: (x, y)}. context: x of a dashed line, the training context.
     """
 
     xlabel: str
@@ -56,7 +54,6 @@ class Panel:
     log_x: bool = False
     log_y: bool = False
     context: int | None = None
-    cut: bool = False
 
 
 def entries_of(records):
@@ -81,11 +78,6 @@ def loss_cell(entry, measure=val_loss):
     if len(entry.records) == 1:
         return mean
     return f"{mean} ± {stdev(map(measure, entry.records)):.4f} ({len(entry.records)} seeds)"
-
-
-def ratio_cell(entry, base, measure=val_loss):
-    """Return the loss divided by the loss of the Entry base, or None without a base."""
-    return f"{entry.mean(measure) / base.mean(measure):.4f}" if base else None
 
 
 def megabytes(sizes):
@@ -189,11 +181,11 @@ def table(title, columns, entries):
 
 
 def position_curve(entry, measure="positions"):
-    """Return (positions, mean losses, standard errors), each the mean over the seeds, from FIRST_POSITION on."""
-    curves = [[record["measures"][measure][name] for name in CURVE] for record in entry.records]
-    positions, means, errors = np.mean(curves, axis=0)
+    """Return (positions from FIRST_POSITION on, the mean losses there over the seeds)."""
+    curves = [record["measures"][measure] for record in entry.records]
+    positions, means = (np.mean([curve[name] for curve in curves], axis=0) for name in ("positions", "mean"))
     shown = positions >= min(FIRST_POSITION, positions[-1] / 4)
-    return positions[shown], means[shown], errors[shown]
+    return positions[shown], means[shown]
 
 
 # ---- the figure
@@ -219,10 +211,8 @@ def plot(panels, png):
 
 def draw_panel(axis, panel, colours):
     """Draw one panel; points are marked where there are few."""
-    for name, (x, y, *errors) in panel.lines.items():
+    for name, (x, y) in panel.lines.items():
         axis.plot(x, y, color=colours[name], label=name, marker="o" if len(x) <= 25 else None, markersize=4)
-        if errors:
-            axis.fill_between(x, y - errors[0], y + errors[0], color=colours[name], alpha=0.15, linewidth=0)
     if panel.context:
         axis.axvline(panel.context, color="#777777", linestyle="--", linewidth=1)
     axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
@@ -234,7 +224,3 @@ def draw_panel(axis, panel, colours):
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_locator(NullLocator())
-    if panel.cut:
-        ends = [y[-1] for _, y, *_ in panel.lines.values()]
-        axis.margins(y=0.01)
-        axis.set_ylim(top=min(max(2 * median(ends), *ends), axis.get_ylim()[1]))

@@ -1,7 +1,7 @@
 """Train the runs of an experiment that are missing, then write its tables and its figure.
 
     SIZES["small"].run("softmax", 4096, steps=1000, attention="softmax")       # a Run, for an experiment's plan
-    main("head_dimension", plan, report)    # plan(size) returns Runs, report(entries, size) returns tables and panels
+    main("control", plan, report)           # plan(size) returns Runs, report(entries, size) returns tables and panels
 
 Every GPU trains one run at a time with train.py, then measure.py measures its model; without a GPU the CPU does.
 Runs are kept in out/experiments/ATTENTION-HASH, with the hash of their settings: experiments share equal runs, and a

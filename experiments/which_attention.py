@@ -262,7 +262,7 @@ def differences_by_position(curves, base, start=0):
     """
     if base is None:
         return {}
-    differences = {name: (positions, losses - base[1]) for name, (positions, losses, _) in curves.items()}
+    differences = {name: (positions, losses - base[1]) for name, (positions, losses) in curves.items()}
     return {name: (x[x >= start], y[x >= start]) for name, (x, y) in differences.items()}
 
 

@@ -15,7 +15,6 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from numerics import DEVICE, GATES, gradients, relative_error
 
 from sympow.attention import ATTENTIONS, naive
@@ -27,7 +26,6 @@ from sympow.data.tokenizer import Tokenizer
 from sympow.experiments import train as experiment_train
 from sympow.experiments import (
     english,
-    evaluation_length,
     larger,
     long_texts,
     measure,
@@ -39,7 +37,7 @@ from sympow.experiments import (
 )
 from sympow.experiments.forgetting import fla_attention, forgetting_attention
 from sympow.experiments.measure import positions, read_text, read_tokens
-from sympow.experiments.report import Entry, Panel, draw_panel, ratio_cell, table
+from sympow.experiments.report import Entry, table
 from sympow.model import GPT, GPTConfig
 
 SEED = int(os.environ.get("TEST_SEED", 0))
@@ -168,9 +166,9 @@ def entry(name, loss, corpus="abc"):
 
 def test_a_table_names_the_corpus_and_mixes_no_two():
     entries = [entry("one", 0.5), entry("two", 1.0)]
-    columns = [*report.LOSS_COLUMNS, ("ratio", lambda row: ratio_cell(row, entries[0])), ("none", lambda row: None)]
+    columns = [*report.LOSS_COLUMNS, ("none", lambda row: None)]
     lines = table("T", columns, entries).splitlines()
-    assert lines[0] == "**T** (here abc)" and lines[5] == "| two | 1,000 (2.5 epochs) | 1.0000 | 2.0000 | - |"
+    assert lines[0] == "**T** (here abc)" and lines[5] == "| two | 1,000 (2.5 epochs) | 1.0000 | - |"
     with pytest.raises(ValueError, match="different corpora are not put into one table: here abc, here other"):
         table("T", columns, [*entries, entry("three", 1.0, corpus="other")])
 
@@ -184,13 +182,6 @@ def test_a_difference_has_a_confidence_interval_over_the_seeds_that_both_have():
     assert report.seeds_difference_cell(row(d=5.0, c=1.2, b=2.1, a=1.0), base) == "+0.2000 ± 0.2484 (3 seeds)"
     assert report.seeds_difference_cell(row(d=5.0, a=1.0), base) == "+0.1000"
     assert report.seeds_difference_cell(row(d=5.0), base) is None
-
-
-def test_a_panel_leaves_out_the_first_losses_of_curves_and_the_end_of_none():
-    axis = Figure().subplots()
-    lines = {"fast": (range(2), [9.0, 1.0]), "good": (range(2), [9.0, 1.0]), "slow": (range(2), [9.0, 5.0])}
-    draw_panel(axis, Panel("x", "loss", lines, cut=True), dict.fromkeys(lines, "black"))
-    assert axis.get_ylim()[1] == 5
 
 
 # ---- measurements
@@ -216,11 +207,11 @@ def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, 
         return np.arange(1024.0) + 100 * (len(texts) - 1)
 
     monkeypatch.setattr(measure, "read_text", read)
-    measured = positions(None, dataset, 1024, 2, start=512, bounds=[0, 2, 1024])
+    measured = positions(None, dataset, 1024, 2, bounds=[0, 2, 1024])
     contents = [b"".join(text for _, text in sorted(files.items())) for files in projects.values()]
     for text in texts:
         assert any(text[:40] in content and text[-40:] in content for content in contents)
-    assert measured["documents"] == 2 and measured["texts"] == [767.5, 867.5]
+    assert measured["texts"] == [511.5, 611.5]
     assert measured["spans"]["mean"] == [50.5, 562.5] and measured["spans"]["errors"] == pytest.approx([50, 50])
 
 
@@ -252,7 +243,6 @@ MEASURED = dict(
         texts=[1.0, 2.0],
         positions=[512, 1024],
         mean=[3.0, 2.0],
-        errors=[0.5, 0.25],
         spans=dict(mean=3 * [1.75], errors=3 * [0.125]),
     ),
     swapped=dict(own=[1.0, 2.0], foreign=[1.5, 2.5]),
@@ -412,11 +402,7 @@ def test_tables_in_docs_are_those_of_their_records(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "experiment,name,measure,gates",
-    [
-        (evaluation_length, "sympow_gating p=2", "far", 2),
-        (recipe, "forgetting", "far", 2),
-        (long_texts, long_texts.SOFTMAX, "positions", 0),
-    ],
+    [(recipe, "forgetting", "far", 2), (long_texts, long_texts.SOFTMAX, "positions", 0)],
 )
 def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch, experiment, name, measure, gates):
     monkeypatch.chdir(tmp_path)
@@ -427,18 +413,18 @@ def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch,
 
     def main():
         runs.main(
-            getattr(experiment, "NAME", "x"),
+            experiment.NAME,
             lambda size: [run for run in experiment.plan(size) if run.name.startswith(name)],
             experiment.report,
         )
 
     statuses = [helpers.call(main, "--size=tiny", f"--dataset={dataset}") for _ in range(2)]  # the speeds come first
     assert statuses[1] == 0
-    path = f"out/experiments/tiny/{getattr(experiment, 'NAME', 'x')}"
+    path = f"out/experiments/tiny/{experiment.NAME}"
     records = read_json(f"{path}.json")["runs"].values()
     *_, record = (record for record in records if measure in record.get("measures", {}))
     curve = record["measures"][measure]
-    assert len(curve["mean"]) == len(curve["errors"]) > 20 and len(record.get("gate", ())) == gates
+    assert len(curve["mean"]) == len(curve["positions"]) > 20 and len(record.get("gate", ())) == gates
     assert record["val"][-1][1] < 6
     assert os.path.getsize(f"{path}.png") > 1000
 
