@@ -14,8 +14,11 @@ from sympow.experiments.larger import NOTE, distance_columns, smaller_models
 from sympow.experiments.long_texts import WINDOWED
 from sympow.experiments.recipe import CONTENDERS, RATES, best_rates
 from sympow.experiments.report import table, tokens_cell
-from sympow.experiments.runs import main
-from sympow.experiments.which_attention import SEEDS, make_run
+from sympow.experiments.runs import (
+    SEEDS,
+    main,
+    make_run,
+)
 
 NAMES = (*LARGER_NAMES, WINDOWED)
 

@@ -19,9 +19,19 @@ from sympow.experiments.recipe import (
     parameters_cell,
     trained_with,
 )
-from sympow.experiments.report import loss_cell, seeds_difference_cell, table, text_by_text_cell
-from sympow.experiments.runs import main
-from sympow.experiments.which_attention import make_run, merge_rates, rates_table, texts_loss
+from sympow.experiments.report import (
+    loss_cell,
+    merge_rates,
+    rates_table,
+    seeds_difference_cell,
+    table,
+    text_by_text_cell,
+    texts_loss,
+)
+from sympow.experiments.runs import (
+    main,
+    make_run,
+)
 
 RATES = (4.8e-3, 2.4e-3)
 NAMES = (SOFTMAX, "forgetting", "p=2, heads of 64", "p=2, heads of 128", "p=4, heads of 64")

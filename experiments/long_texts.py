@@ -7,7 +7,7 @@ measures the speed at both contexts first, and a run takes as many steps as fit 
 all of them. The records decide what is trained next: repeat the command until its status is 0.
 
 Held-out texts of 65,536 tokens are read at once. Then the last 4,096 tokens of each are scored once more behind another
-project's text, as in experiments.control: a model that uses what is far away loses by it.
+project's text: a model that uses what is far away loses by it.
 
     pip install flash-linear-attention      # for forgetting, on GPUs
 """
@@ -16,30 +16,32 @@ import os
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+
 from sympow.experiments import recipe
-from sympow.experiments.control import long_texts, swapped_columns, swapped_measures
 from sympow.experiments.report import (
     Panel,
+    differences_by_position,
     loss_cell,
+    mean_cell,
     position_curve,
+    seconds_cell,
     seeds_difference_cell,
     span_columns,
     table,
     text_by_text_cell,
+    texts_loss,
     tokens_cell,
     val_loss,
 )
-from sympow.experiments.runs import main, read_records
-from sympow.experiments.which_attention import (
+from sympow.experiments.runs import (
     CONTEXT,
     LONG,
     SEEDS,
     WINDOW,
-    differences_by_position,
+    main,
     make_run,
-    seconds_cell,
-    steps_within,
-    texts_loss,
+    read_records,
 )
 
 NAME, RATE = "long_texts", 9.6e-3
@@ -51,6 +53,7 @@ NAMES = (SOFTMAX, "forgetting", WINDOWED, "p=2, heads of 64", "p=2, heads of 128
 SHARES = {"from scratch": 0.0, "in stages": 0.8}  # of the time that is spent at CONTEXT before LONG
 BOUNDS = (0, CONTEXT, 16384, LONG)  # of the positions that are averaged
 MEMORY = (LONG, 1 << 20)  # tokens after which the memory of generation is given
+MEASURES = {"swapped": "all but the scored tokens", "swapped_far": "all but twice as many"}
 
 
 def resized(size):
@@ -95,7 +98,38 @@ def timed_run(size, name, way, record, seed):
     return replace(make_run(size, f"{name}, {way}", settings, RATE, seed), measures=measures)
 
 
+def long_texts(size):
+    """Return a measure's arguments for long held-out texts that validation does not read."""
+    return dict(length=LONG // size.shrink, documents=4 * size.documents, skip=size.eval_tokens)
+
+
+def swapped_measures(size):
+    """Return {name in MEASURES: arguments}, where the last CONTEXT tokens of each text are scored."""
+    texts = long_texts(size) | dict(last=CONTEXT // size.shrink)
+    return {"swapped": texts, "swapped_far": texts | dict(recent=CONTEXT // size.shrink)}
+
+
+def steps_within(size, seconds, speed):
+    """Return how many steps take so many seconds at a speed in tokens a second, at least 12."""
+    return max(12, round(seconds * speed / size.tokens_per_step))
+
+
 # ---- the report
+
+
+def swapped_cell(entry, measure):
+    """Return the mean difference between the losses behind foreign and own text ± its standard error.
+
+    A text's losses are the means over the seeds.
+    """
+    seeds = [record["measures"][measure] for record in entry.records]
+    own, foreign = (np.mean([losses[name] for losses in seeds], axis=0) for name in ("own", "foreign"))
+    return mean_cell(foreign - own, sign="+")
+
+
+def swapped_columns():
+    """Return the columns of swapped_cell for MEASURES."""
+    return [(f"foreign: {title}", partial(swapped_cell, measure=name)) for name, title in MEASURES.items()]
 
 
 def best_way(entries, name):

@@ -12,9 +12,16 @@ from sympow.attention.variant import RECIPE
 from sympow.code import short_hash
 from sympow.experiments.mqar_task import TASKS
 from sympow.experiments.parts import BASE, CONVOLUTION
-from sympow.experiments.report import Panel, table
-from sympow.experiments.runs import Run, main
-from sympow.experiments.which_attention import SEEDS, merge_rates
+from sympow.experiments.report import (
+    Panel,
+    merge_rates,
+    table,
+)
+from sympow.experiments.runs import (
+    Run,
+    SEEDS,
+    main,
+)
 
 RATES = (3e-3, 1e-3, 1e-2)
 LENGTH = 1024  # tokens after which the bytes of states and caches are given

@@ -33,10 +33,15 @@ from sympow.experiments.report import (
     loss_cell,
     seeds_difference_cell,
     table,
+    texts_loss,
     val_loss,
 )
-from sympow.experiments.runs import main, read_records
-from sympow.experiments.which_attention import WINDOW, make_run, texts_loss
+from sympow.experiments.runs import (
+    WINDOW,
+    main,
+    make_run,
+    read_records,
+)
 from sympow.layers.convolution import Convolution
 from sympow.layers.output_gate import OutputGate
 
@@ -46,7 +51,7 @@ AROUND = dict(convolution=CONVOLUTION, output_gate=True)
 BASE = dict(attention="sympow_gating", p=2, positions="none", gate_bias=3.0, **AROUND)
 MUON = dict(optimizer="muon", weight_decay=0.1)
 HYBRID = BASE | dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", window=WINDOW)
-RUNS = {  # name -> settings of which_attention.make_run, the most important first
+RUNS = {  # name -> settings of runs.make_run, the most important first
     "p=2": BASE,
     **{f"p=2, gate_bias {bias:g}": BASE | dict(gate_bias=bias) for bias in (2.0, 4.0, 5.0)},
     "p=2, gates spread": BASE | dict(attention="sympow_gating+spread"),

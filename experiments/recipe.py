@@ -30,32 +30,24 @@ from sympow.experiments.parts import (
 from sympow.experiments.report import (
     Entry,
     Panel,
+    at_once_cell,
     entries_of,
     loss_cell,
     megabytes,
+    merge_rates,
+    rates_table,
     seeds_difference_cell,
     table,
     text_by_text_cell,
+    texts_loss,
     val_loss,
 )
-from sympow.experiments.runs import main, read_records
-from sympow.experiments.which_attention import (
-    CONTEXT,
-    LONG,
-    MEMORY,
-    WINDOW,
-    at_once_cell,
-    make_run,
-    merge_rates,
-    rates_table,
-    search,
-    texts_loss,
-)
+from sympow.experiments.runs import CONTEXT, LONG, MEMORY, WINDOW, main, make_run, read_records
 from sympow.model import GPTConfig
 from sympow.runs.settings import fields_of
 
 NAME = "recipe"
-RATES = (9.6e-3, 4.8e-3)
+RATES, EDGE = (9.6e-3, 4.8e-3), 2.0  # beyond an edge, the next rate is so many times as high or low
 SEEDS = (1337, 1338, 1339, 1340, 1341)  # the last two are for the closest contenders
 FAR = 0.15  # nats a token: more seeds, which differ by 0.02, would not change the order
 ADAMW_RATES = (2.4e-3, 1.2e-3)
@@ -105,6 +97,30 @@ def plan(size):
             runs += [tuned(size, name, best[name][1], seed) for name in (names if i < 2 else closest)]
     runs += [speed_run(size, name) for name in CONTENDERS][: None if full else 2]
     return runs + [with_adamw(size, name, rate) for name in WITH_ADAMW for rate in ADAMW_RATES if full]
+
+
+def search(make_run, records, rates, extend=True):
+    """Return the Runs make_run(rate) that are tried, and {rate: validation loss} once all of them have records.
+
+    extend: try the next rate too while the best one lies on the edge. Before all have records, the losses are {}.
+    """
+    runs = []
+    while rates:
+        runs += map(make_run, rates)
+        records_of_runs = [run.find(records) for run in runs]
+        if None in records_of_runs:
+            return runs, {}
+        losses = {record["settings"]["learning_rate"]: val_loss(record) for record in records_of_runs}
+        rates = next_rates(losses) if extend else ()
+    return runs, losses
+
+
+def next_rates(losses):
+    """Return the rate beyond the edge on which the best one lies, or none."""
+    best = min(losses, key=losses.get)
+    if best == max(losses):
+        return [best * EDGE]
+    return [best / EDGE] if best == min(losses) else []
 
 
 def tuned(size, name, rate, seed=SEEDS[0]):

@@ -103,11 +103,6 @@ def seeds_difference_cell(entry, base):
     return f"{fmean(differences):+.4f} ± {STUDENT[len(differences) - 2] * error:.4f} ({len(differences)} seeds)"
 
 
-def texts_cell(entry):
-    """Return the mean loss over texts ± its standard error, of the first seed."""
-    return mean_cell(np.array(entry.record["measures"]["positions"]["texts"]))
-
-
 def difference_cell(entry, base, measure, interval=False):
     """Return the mean difference to the Entry base, taken text by text, ± its standard error; None without a base.
 
@@ -150,6 +145,44 @@ def span_columns(measure, bounds):
     return [(name, partial(span_cell, measure=measure, index=i)) for i, name in enumerate(names)]
 
 
+def texts_loss(record, measure="positions"):
+    """Return the mean loss of the texts that are read in windows ("positions") or at once ("far")."""
+    return fmean(record["measures"][measure]["texts"])
+
+
+def seconds_cell(entry):
+    """Return the mean time of the training steps alone, over the seeds."""
+    return f"{entry.mean(lambda record: record['seconds']):.0f}"
+
+
+def at_once_cell(entry):
+    """Return the loss of texts that are read at once, or None for softmax, which is not read so."""
+    return loss_cell(entry, partial(texts_loss, measure="far")) if "far" in entry.record["measures"] else None
+
+
+def losses_by_rate(entry):
+    """Return {rate: validation losses of the seeds} of the records of one variant, the lowest rate first."""
+    losses = {}
+    for record in entry.records:
+        losses.setdefault(record["settings"]["learning_rate"], []).append(val_loss(record))
+    return dict(sorted(losses.items()))
+
+
+def rate_cell(entry, rate):
+    """Return the mean validation loss of the seeds at one rate, or None without a run."""
+    losses = losses_by_rate(entry).get(rate)
+    return f"{fmean(losses):.4f}" if losses else None
+
+
+def merge_rates(tried):
+    """Return {variant: the Entry with the records of all its rates} of Entries that are named VARIANT, lr RATE."""
+    variants = {}
+    for entry in tried:
+        name, _ = entry.name.split(", lr ")
+        variants.setdefault(name, Entry(name, [])).records.extend(entry.records)
+    return variants
+
+
 def tokens_cell(entry):
     """Return the tokens of training, with the number of epochs if they are more than one."""
     record = entry.record
@@ -177,6 +210,13 @@ def table(title, columns, entries):
     return f"**{title}** ({', '.join(names)})\n\n" + markdown(["run", *(header for header, _ in columns)], rows)
 
 
+def rates_table(variants, title="Validation loss by learning rate"):
+    """Return the table of the losses by rate of what `merge_rates` returns."""
+    rates = sorted({rate for entry in variants.values() for rate in losses_by_rate(entry)})
+    columns = [(f"{rate:g}", partial(rate_cell, rate=rate)) for rate in rates]
+    return table(title, columns, variants.values())
+
+
 # ---- curves: lines of a Panel
 
 
@@ -186,6 +226,17 @@ def position_curve(entry, measure="positions"):
     positions, means = (np.mean([curve[name] for curve in curves], axis=0) for name in ("positions", "mean"))
     shown = positions >= min(FIRST_POSITION, positions[-1] / 4)
     return positions[shown], means[shown]
+
+
+def differences_by_position(curves, base, start=0):
+    """Return {name: (positions from `start` on, mean losses minus the losses of base)}; {} if base is None.
+
+    base and the values of curves are what position_curve returns, all at the same positions.
+    """
+    if base is None:
+        return {}
+    differences = {name: (positions, losses - base[1]) for name, (positions, losses) in curves.items()}
+    return {name: (x[x >= start], y[x >= start]) for name, (x, y) in differences.items()}
 
 
 # ---- the figure

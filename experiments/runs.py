@@ -1,7 +1,7 @@
 """Train the runs of an experiment that are missing, then write its tables and its figure.
 
     SIZES["small"].run("softmax", 4096, steps=1000, attention="softmax")       # a Run, for an experiment's plan
-    main("control", plan, report)           # plan(size) returns Runs, report(entries, size) returns tables and panels
+    main("parts", plan, report)           # plan(size) returns Runs, report(entries, size) returns tables and panels
 
 Every GPU trains one run at a time with train.py, then measure.py measures its model; without a GPU the CPU does.
 Runs are kept in out/experiments/ATTENTION-HASH, with the hash of their settings: experiments share equal runs, and a
@@ -34,6 +34,11 @@ from sympow.runs.folder import fingerprint
 from sympow.runs.program import Parser, refuse
 from sympow.runs.starts import environment
 from sympow.training.plan import reached_limit
+
+CONTEXT, WINDOW, LONG = 4096, 2048, 65536  # tokens of training, of a window of softmax, and of long texts
+BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
+MEMORY = (4096, 65536, 1 << 20)  # tokens after which the memory of generation is given
+SEEDS = (1337, 1338, 1339)
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,42 @@ SIZES = {
         folder="out/experiments/tiny",
     ),
 }
+
+
+def make_run(size, title, settings, rate, seed=SEEDS[0]):
+    """Return the Run of a model that is read in windows of its context and, where it can be, at once.
+
+    settings: train.py's, and three more: steps, if they are not 1,000; context, if it is not CONTEXT; and heads, their
+    dimension, if it is not 64. Size tiny divides heads, windows, contexts and steps.
+    """
+    settings = schedule(size, rate) | settings
+    if "window" in settings:
+        settings["window"] //= size.shrink
+    if "heads" in settings:
+        width = size.model["n_embd"]
+        heads = settings.pop("heads")
+        head_dim = max(4, min(heads, heads * width // 384 // 2 * 2))  # a width below 384 has smaller heads
+        settings |= dict(n_head=width // head_dim, head_dim=head_dim)
+    texts = texts_measure(size)
+    measures = {"size": dict(lengths=[n // size.shrink for n in MEMORY]), "positions": texts}
+    measures["half_lives"] = dict(length=CONTEXT // size.shrink)
+    grows = "softmax" in settings["attention"] and "window" not in settings
+    if not grows:
+        measures["far"] = texts | dict(window=0)
+    context, steps = settings.pop("context", CONTEXT), settings.pop("steps", 1000)
+    return size.run(title, context, steps, measures, seed=seed, **settings)
+
+
+def schedule(size, rate):
+    """Return the settings of a rate with warm-up and decay, and of size small eight layers."""
+    settings = dict(learning_rate=rate, schedule="wsd", warmup_iters=100 // size.fewer, min_lr=rate / 10)
+    return settings | (dict(n_layer=8) if size.shrink == 1 else {})
+
+
+def texts_measure(size):
+    """Return the arguments of `positions` for texts that validation does not read, in windows."""
+    texts = dict(length=LONG // size.shrink, documents=size.documents, skip=size.eval_tokens)
+    return texts | dict(bounds=[n // size.shrink for n in BOUNDS], window=CONTEXT // size.shrink)
 
 
 def main(name, plan, report, seeds=(1337,), corpus="source"):

@@ -33,7 +33,6 @@ from sympow.experiments import (
     recipe,
     report,
     runs,
-    which_attention,
 )
 from sympow.experiments.forgetting import fla_attention, forgetting_attention
 from sympow.experiments.measure import positions, read_text, read_tokens
@@ -450,21 +449,6 @@ def follow_plan(experiment, size, best_place):
             )
         write_json(os.path.join(size.folder, f"{experiment.NAME}.json"), {"runs": records})
     return stages
-
-
-def test_the_best_rate_of_each_attention_is_looked_for_until_it_lies_between_others(tmp_path):
-    """With records as they would be if the best rate of each were 1.2e-3 times its place in the list, at most 6e-3."""
-    size = replace(runs.SIZES["tiny"], folder=str(tmp_path))
-    names = list(which_attention.VARIANTS)
-    stages = follow_plan(which_attention, size, lambda name: min(5, 1 + names.index(name)))
-    assert stages[0] == [f"{name}, lr {rate:g}" for name in names for rate in which_attention.RATES]
-    assert stages[1] == ["softmax, lr 0.0006", *(f"{name}, lr 0.0096" for name in names[2:])]
-    best = [f"{name}, lr {rate}" for name, rate in zip(names, (0.0012, 0.0024, *4 * [0.0048]))]
-    assert stages[2] == [*(f"{name}, speed" for name in names[:3]), *(name for name in best for _ in range(2))]
-    assert stages[3] == [f"{name}, equal time" for name in names[:3]]
-    assert len(stages) == 4
-    timed = [run.settings["max_iters"] for run in which_attention.plan(size) if run.name.endswith("equal time")]
-    assert timed == [12, 25, 38]  # 12.5 s at 1, 2 and 3 steps a second
 
 
 def test_each_contender_gets_seeds_at_its_best_rate_and_the_closest_ones_get_five(tmp_path):
