@@ -24,7 +24,7 @@ import torch
 from sympow.data.progress import waiting
 from sympow.model import GPT, GPTConfig
 from sympow.runs.display import Display, peak_memory
-from sympow.runs.metrics import Clock, SkippedSteps, Tracker, relative_loss
+from sympow.runs.metrics import Clock, SkippedSteps, Tracker
 from sympow.runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from sympow.runs.program import refuse
 from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, fields_of, read_settings
@@ -76,7 +76,6 @@ class TrainConfig:
     profile: int = 0  # write a trace of this step for Perfetto into out_dir, and log what costs most; 0: none
     sample_tokens: int = 100  # generated at every evaluation, into samples.jsonl; 0: none
     always_save_checkpoint: bool = True  # at every evaluation; False: when the validation loss is the best so far
-    baseline: str = ""  # another run's folder: also log validation losses relative to its losses
     wandb: str = "auto"  # auto: online if there is a key, else offline; online, offline, disabled
     wandb_log: bool = True  # False: the same as wandb=disabled
     wandb_project: str = "sympow"  # project in wandb
@@ -300,9 +299,8 @@ def evaluate(run):
     val_loss, tokens = losses["val_loss"], step * plan.cfg.tokens_per_step
     if run.tracker:
         numbers = losses | dict(tokens=tokens, seconds=run.clock.seconds(), memory=peak_memory(plan.device) / 1e9)
-        numbers |= count_epochs(plan, progress) | dict(relative_loss=relative_loss(val_loss, tokens, plan.baseline))
         statistics, text = examine(plan, model)
-        run.tracker.log(step, **numbers, **statistics, context=context)
+        run.tracker.log(step, **numbers, **count_epochs(plan, progress), **statistics, context=context)
         if plan.cfg.sample_tokens:
             run.tracker.sample(step, text)
     progress.evaluated, run.unsaved = True, True

@@ -18,11 +18,8 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
-
 from ..data import describe_error, files
 from .processes import print_to_terminal, warn
-from .program import refuse
 from .settings import BOOLS
 
 START_SECONDS = 30  # that the start of training waits for wandb's server
@@ -35,7 +32,6 @@ NANOGPT_NAMES = {
     "tok_per_sec": "train/tok_per_sec",
     "grad_norm": "train/grad_norm",
     "skipped": "train/skipped",
-    "relative_loss": "val/relative_loss",
 }
 
 
@@ -153,40 +149,6 @@ class SkippedSteps:
                 skipped = not math.isfinite(norm.item())
                 self.total, self.in_a_row = self.total + skipped, (self.in_a_row + 1) * skipped
         self.pending = None if wait else grad_norm
-
-
-def baseline_losses(run, context):
-    """Return [(tokens, validation loss)] of the run in this folder, for relative_loss; [] if run is "".
-
-    Losses at another context are returned, with a warning, only if there are none at this one. Losses that are not
-    finite are left out. Refuses a folder without losses.
-    """
-    if not run:
-        return []
-    lines = [line for line in read_lines(os.path.join(run, "metrics.jsonl")) if "val_loss" in line]
-    comparable = [line for line in lines if line.get("context", context) == context]
-    if lines and not comparable:
-        warn(f"baseline {run} was not evaluated at context {context}: relative_loss compares losses of two contexts")
-    pairs = [(line.get("tokens"), line["val_loss"]) for line in comparable or lines]
-    losses = sorted(pair for pair in pairs if all(map(is_positive, pair)))
-    if not losses:
-        refuse(f"baseline must be a run's folder with metrics.jsonl, in it lines with val_loss and tokens, got {run}")
-    return losses
-
-
-def is_positive(value):
-    """Return True for a number above 0 that is finite."""
-    return isinstance(value, (int, float)) and 0 < value < 1e300
-
-
-def relative_loss(loss, tokens, baseline):
-    """Return loss / (the baseline's validation loss after this number of tokens) - 1.
-
-    The baseline's loss is interpolated between its evaluations. Returns None before the first and after the last one.
-    """
-    if not baseline or not baseline[0][0] <= tokens <= baseline[-1][0]:
-        return None
-    return loss / float(np.interp(tokens, *zip(*baseline))) - 1
 
 
 # ---- files of JSON lines

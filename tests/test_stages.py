@@ -310,20 +310,6 @@ def test_the_display_says_the_stage_and_the_plan(go, capsys):
     assert re.search(r"step 6: loss \d\.\d{4} at context 256, ", out)
 
 
-def test_a_baseline_is_compared_at_the_same_context_if_it_has_it(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(
-            json.dumps({"step": i, "val_loss": loss, "tokens": 100 * i, "context": context}) + "\n"
-            for i, loss, context in ((1, 4.0, 32), (2, 3.0, 32), (3, 2.0, 256), (4, 1.0, 256))
-        )
-    )
-    assert run_metrics.baseline_losses(str(tmp_path), 32) == [(100, 4.0), (200, 3.0)]
-    assert run_metrics.baseline_losses(str(tmp_path), 256) == [(300, 2.0), (400, 1.0)]
-    assert not capsys.readouterr().err
-    assert len(run_metrics.baseline_losses(str(tmp_path), 64)) == 4
-    assert "was not evaluated at context 64" in capsys.readouterr().err
-
-
 def test_evaluate_takes_the_final_context_for_the_training_context(reference):
     cfg = evaluate.EvaluateConfig(documents=1, device="cpu")
     windows = evaluate.open_documents(str(reference), cfg)

@@ -19,7 +19,7 @@ from wandb_server import no_key, wandb_server  # noqa: F401 (fixtures)
 
 from sympow.runs import metrics
 from sympow.runs.checkpoint import Progress
-from sympow.runs.metrics import Tracker, baseline_losses, relative_loss, wandb_row
+from sympow.runs.metrics import Tracker, wandb_row
 from sympow.runs.processes import exit_statuses
 
 pytestmark = pytest.mark.usefixtures("no_key")
@@ -203,20 +203,3 @@ def test_flush_brings_both_files_to_the_disk(tmp_path, monkeypatch):
     tracker.sample(2, "text")
     tracker.flush_to_disk()
     assert contents == ['{"step": 1, "lr": 2.0}\n', '{"step": 2, "text": "text"}\n']
-
-
-# ---- the baseline
-
-
-def test_a_baseline_without_losses_is_refused(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val_loss": 2.0}\n')
-    with pytest.raises(SystemExit, match="2"):
-        baseline_losses(str(tmp_path), 32)
-    assert "baseline must be a run's folder" in capsys.readouterr().err
-
-
-def test_losses_are_compared_with_those_of_a_baseline(tmp_path):
-    text = '{"step": 1, "tokens": 1, "val_loss": NaN}\n{"step": 2, "tokens": 2, "val_loss": 2.0}\n'
-    (tmp_path / "metrics.jsonl").write_text(text)
-    assert baseline_losses(str(tmp_path), 32) == [(2, 2.0)]
-    assert relative_loss(3.0, 2, [(2, 2.0)]) == 0.5 and relative_loss(3.0, 6, [(2, 2.0)]) is None

@@ -15,7 +15,6 @@ from ..data.mixture import HeldOut, Mixture, open_dataset
 from ..model import GPTConfig
 from ..runs import folder
 from ..runs.machine import can_compile, check_kernels
-from ..runs.metrics import baseline_losses
 from ..runs.processes import Ranks
 from ..runs.settings import choose_device
 from ..runs.source import Source, choose_model
@@ -36,7 +35,6 @@ class Plan:
     dataset: Dataset | Mixture
     stages: list[Stage]
     held_out: HeldOut
-    baseline: list  # [(tokens, validation loss)] of another run
     model_cfg: GPTConfig
     source: Source | None  # of the first weights
     teacher: Teacher
@@ -70,7 +68,6 @@ def make_plan(cfg, values, ranks):
     source, model_cfg = choose_model(cfg, values, dataset, saved_settings)
     check_context(cfg, model_cfg, contexts)
     teacher = Teacher(cfg, dataset, contexts)
-    baseline = baseline_losses(cfg.baseline, held_out.block_size)
     device, dtype = choose_device(cfg.device, cfg.dtype, ranks.local)
     layout.check(cfg, device)
     check_memory(cfg, model_cfg, stages, device, ranks.world)
@@ -90,7 +87,6 @@ def make_plan(cfg, values, ranks):
         dataset=dataset,
         stages=stages,
         held_out=held_out,
-        baseline=baseline,
         model_cfg=model_cfg,
         source=source,
         teacher=teacher,
