@@ -267,8 +267,7 @@ def bench(args):
 
 
 def fit_cost(D, p):
-    """Measure both forms of power attention at one size, fit the numbers of kernels/cost.py, and print them beside the
-    measured nanoseconds a token and head, with gates."""
+    """Measure both forms of power attention at one size, with gates, and print the numbers of kernels/cost.py."""
     from sympow.kernels import cost
 
     T, lengths = (32768, [512, 1024, 2048, 4096, 8192, 16384]) if p == 2 else (65536, [])
@@ -280,19 +279,16 @@ def fit_cost(D, p):
         times = [milliseconds(contender.forward_backward, calls=CALLS) for _ in range(ROUNDS)]
         return median(times) * 1e6 / log_g.numel()
 
-    def fit(x, y):
-        b, a = np.polyfit(x, y, deg=1, w=1 / np.array(y))  # a + b x, with the least squared relative error
-        return max(0.0, a), max(0.0, b)
+    def fit(name, x, y):
+        b, a = np.polyfit(x, y, deg=1, w=1 / np.array(y)).clip(0)  # a + b x, with the least squared relative error
+        print(f"{name}: ({a:.2f}, {b:.3g})", flush=True)
+        return a, b
 
     if lengths:
-        quadratic = [nanoseconds(T, form="quadratic") for T in lengths]
-        cost.QUADRATIC[D] = a, b = fit(lengths, quadratic)
-        measured = [f"{T}: {t:.2f}" for T, t in zip(lengths, quadratic)]
-        print(f"QUADRATIC {D}: ({a:.2f}, {b:.5f})  measured", *measured, flush=True)
-    chunked = [nanoseconds(T, form="chunked", chunk_size=C) for C in sizes]
-    u, w = fit([1 / C for C in sizes], [max(0.05, t - cost.quadratic_ns(C, D)) for C, t in zip(sizes, chunked)])
-    measured = [f"{C}: {t:.2f}" for C, t in zip(sizes, chunked)]
-    print(f"CHUNKED {D}, {p}: ({u:.2f}, {w:.0f})  measured", *measured, flush=True)
+        times = [nanoseconds(T, form="quadratic") for T in lengths]
+        cost.QUADRATIC[D] = fit(f"QUADRATIC {D}", lengths, times)
+    times = [nanoseconds(T, form="chunked", chunk_size=C) - cost.quadratic_ns(C, D) for C in sizes]
+    fit(f"CHUNKED {D}, {p}", [1 / C for C in sizes], [max(0.05, t) for t in times])
 
 
 def main():

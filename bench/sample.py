@@ -13,10 +13,11 @@ generation of one text, from what bench.train and this program have written with
 import gc
 import time
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from statistics import median
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from sympow.bench.timing import (
@@ -107,10 +108,9 @@ def measure_transformers(cache, batch, context, tokens):
 
 def summarize(times, batch):
     """Return tokens a second, and percentiles of the milliseconds between tokens, given the times of all tokens."""
-    steps = sorted(1000 * (b - a) for a, b in pairwise(times))
-    mean = 1000 * (times[-1] - times[0]) / len(steps)
-    last = len(steps) - 1
-    return dict(tokens_per_second=1000 * batch / mean, p50=steps[int(0.5 * last)], p99=steps[int(0.99 * last)])
+    steps = 1000 * np.diff(times)
+    p50, p99 = np.quantile(steps, (0.5, 0.99)).tolist()
+    return dict(tokens_per_second=1000 * batch / steps.mean().item(), p50=p50, p99=p99)
 
 
 def measure_prefill(settings):
@@ -151,11 +151,9 @@ def measure(name, batch, context, args):
 
 def plot_costs(training, generation, png):
     """Draw the time of a token over the context, from the rows of bench/train.py and of this program for one text."""
-    training = [row for row in training if "step_ms" in row]
-    steps = [(row["attention"], row["context"], 1e6 / row["tokens_per_second"]) for row in training]
+    measured = [row for row in training if "failed" not in row]
+    steps = [(row["attention"], row["context"], 1e6 / row["tokens_per_second"]) for row in measured]
     texts = [(row["name"], row["context"], row["p50"]) for row in generation if "p50" in row and row["batch"] == 1]
-    from matplotlib.ticker import LogLocator, NullLocator
-
     figure, axes = make_figure(2)
     for axis, ylabel, points, title in zip(
         axes,
@@ -172,9 +170,6 @@ def plot_costs(training, generation, png):
         axis.set(xlabel="context, tokens", ylabel=ylabel, title=title, yscale="log")
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:,.7g}")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_locator(NullLocator())
     save_figure(figure, png)
     print(f"wrote {png}")
 

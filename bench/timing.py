@@ -34,14 +34,11 @@ def forward_backward(function, inputs, dy):
 def extra_bytes(function, inputs, dy):
     """Return the peak bytes of one forward and backward on a GPU, without inputs, dy, output and gradients."""
     gc.collect()
-    torch.cuda.synchronize()
-    start = torch.cuda.memory_stats()["requested_bytes.all.current"]  # not yet rounded up by the allocator
     torch.cuda.reset_peak_memory_stats()
-    y, gradients = forward_backward(function, inputs, dy)
-    torch.cuda.synchronize()
-    storages = [x.untyped_storage() for x in (y, *gradients)]
-    results = {storage.data_ptr(): storage.nbytes() for storage in storages}  # counts a storage once
-    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - start - sum(results.values())
+    results = forward_backward(function, inputs, dy)
+    sizes = {name: torch.cuda.memory_stats()[f"requested_bytes.all.{name}"] for name in ("peak", "current")}
+    del results  # which count among the current bytes
+    return sizes["peak"] - sizes["current"]  # not yet rounded up by the allocator
 
 
 def machine():
