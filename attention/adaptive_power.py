@@ -42,7 +42,6 @@ from .operator.adaptive_forms import adaptive_attend
 from .operator.arguments import cast_to_autocast_dtype, check_gates, check_tensors
 from .operator.dispatch import Plan, Problem, plan
 from .operator.forms import PowerState, accumulation_dtype
-from .parallel.context import power_attention_in_context
 from .power import power_attention
 from .state import attend_to_state
 from .variant import KVCacheVariant
@@ -146,7 +145,7 @@ class AdaptivePower(KVCacheVariant):
         if self.mixes:
             options = dict(p=self.p, log_g=log_g, form=self.form, chunk_size=self.chunk_size)
             if self.context is not None:
-                options.update(attend=power_attention_in_context, context=self.context)
+                options.update(attend=self.context.power_attention)
             return mixture_attention(q, k, v, powers, **options), None
         if state is not None:
             if state.power:

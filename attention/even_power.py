@@ -9,7 +9,6 @@ The state             every key and value, like softmax; sympow computes the sam
 from .embedding import symmetric_power_dim
 from .gates import reset_gates
 from .operator.dispatch import Problem, plan
-from .parallel.context import power_attention_in_context
 from .power import attend_causally
 from .state import attend_and_append
 from .variant import KVCacheVariant
@@ -34,7 +33,7 @@ class EvenPower(KVCacheVariant):
             return attend_and_append(q, k, v, log_g, positions, state, p=self.p)
         options = dict(p=self.p, form=self.form, chunk_size=self.chunk_size)
         if self.context is not None:  # ranks share the tokens of a sequence
-            return power_attention_in_context(q, k, v, log_g, self.context, **options), None
+            return self.context.power_attention(q, k, v, log_g, **options), None
         return attend_causally(q, k, v, log_g, **options), None
 
     def training_plan(self, block_size, dtype, device, ranks=1):

@@ -33,8 +33,7 @@ from .operator.arguments import (
     check_state,
     check_tensors,
 )
-from .operator.check import Size
-from .operator.dispatch import Plan, computed_dtype, why_not
+from .operator.dispatch import Plan, Size, computed_dtype, why_not
 from .operator.forms import accumulation_dtype
 from .operator.heinsen_forms import CHUNK_SIZE, IS_LOG, LogState, empty_log_state
 from .operator.sequences import is_capturing, split_tokens

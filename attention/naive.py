@@ -67,11 +67,6 @@ def state_after(k, v, log_g=None, *, p=2, initial_state=None):
     return S, z
 
 
-def rotate(x, cos, sin):
-    """Return x [B, T, H, D] with each pair of entries rotated; cos and sin [T, D] or [B, T, D] as in rotary.py."""
-    return x * cos.unsqueeze(-2) + x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin.unsqueeze(-2)
-
-
 def gates(log_g, k):
     """Return exp(log_g) [B, T, Hkv], or ones where log_g is None."""
     return torch.ones(k.shape[:3], dtype=k.dtype, device=k.device) if log_g is None else log_g.exp()

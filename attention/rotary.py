@@ -12,7 +12,6 @@ import math
 
 import torch
 
-from . import naive
 from .operator import backend
 from .operator.dispatch import why_not
 from .operator.forms import accumulation_dtype
@@ -65,5 +64,10 @@ def rotate(x, cos, sin):
     """Return x [B, T, H, D] turned by the factors that `rotation_of` computed, in x's dtype."""
     # torch.compile makes one pass of it
     if torch.compiler.is_compiling() or cos.requires_grad or why_not("rotary", x.device, x.dtype):
-        return naive.rotate(x.to(accumulation_dtype(x)), cos, sin).to(x.dtype)
+        return turn(x.to(accumulation_dtype(x)), cos, sin).to(x.dtype)
     return backend.rotary().Rotation.apply(x, cos, sin)
+
+
+def turn(x, cos, sin):
+    """Return what `rotate` does, in plain PyTorch and in the dtype of its arguments."""
+    return x * cos.unsqueeze(-2) + x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin.unsqueeze(-2)

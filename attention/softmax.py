@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from .gates import reset_gates
 from .operator.packed import attend_within, find_documents, takes_flash
 from .operator.window import attend_in_window
-from .parallel.circulate import SoftmaxPairs, circulate
 from .state import LayerState
 from .variant import RECIPE, KVCacheVariant
 
@@ -78,8 +77,7 @@ class Softmax(KVCacheVariant):
         positions = self.positions(x, state)
         q, k, v = self.rotate(qkv, positions)
         if state is None and self.context is not None:
-            log_g = reset_gates(resets, None, k)
-            return self.context.run(circulate, SoftmaxPairs(), self.context, q, k, v, log_g), None
+            return self.context.softmax_attention(q, k, v, reset_gates(resets, None, k)), None
         if state is None and 0 < self.window < q.shape[1]:
             return attend_in_window(q, k, v, self.window, resets), None
         if state is None:

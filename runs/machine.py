@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ..attention.operator.check import first_line
-from ..attention.operator.dispatch import compare_plans, disable_kernels, warn_once
+from ..attention.operator.check import compare_plans, first_line
+from ..attention.operator.dispatch import disable_kernels, warn_once
 from .processes import Failed
 
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name that occurs in the device's name counts

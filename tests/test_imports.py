@@ -204,6 +204,13 @@ def test_attention_reaches_the_kernels_by_one_door():
                 assert name == "attention/operator/backend.py", f"{name}:{line} imports {target}"
 
 
+def test_the_model_reaches_neither_the_ring_nor_what_its_kernels_are_compared_with():
+    reached = ["model.py"]
+    for name in reached:
+        reached += sorted({target for target, *_ in targets(name)} - {*reached})
+    assert not {"check", "naive", "heinsen_naive", "context", "circulate"} & {Path(name).stem for name in reached}
+
+
 def test_rooms_import_each_other_by_relative_paths():
     """Then a path leads from file to file without a link. What is run by its path, or copied, has full names."""
     by_full_names = {*scripts(), "sympow/modeling.py"}

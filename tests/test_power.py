@@ -373,7 +373,7 @@ def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch, tmp_pa
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 0.0})
     monkeypatch.setattr(dispatch, "_warned", set())
     chosen = lambda device: dispatch.plan(Problem(64, 64, 64, 4, torch.bfloat16, device, gated=False))
-    assert dispatch.compare_plans([chosen(second)], torch.bfloat16, second, 64) == ""
+    assert check.compare_plans([chosen(second)], torch.bfloat16, second, 64) == ""
     assert {("set", 1), ("name", second)} <= {*asked}
     with pytest.warns(UserWarning, match="GPU .they take compute capability 8.0"):
         assert not chosen(torch.device("cuda", 0)).on_kernels and not chosen("cuda").on_kernels

@@ -20,27 +20,15 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .. import heinsen_naive, naive
+from .. import heinsen_naive, naive, rotary
 from . import backend
+from .dispatch import Size, why_not
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOLERANCE = {BF16: (4e-3, 8e-3), FP32: (1e-5, 1e-4)}  # of y, of gradients
 CHUNK = 256  # tokens
 SHORT = 2048  # tokens of the longest call that is compared before the first use
 PACKAGED = Path(__file__).with_name("checked.json")
-
-
-class Size(NamedTuple):
-    """The kernels of one operator, and the sizes of their inputs."""
-
-    form: str  # a name in OPERATORS
-    dtype: torch.dtype
-    D: int | None = None  # head dimension
-    p: int | None = None
-    gated: bool = False
-    E: int | None = None  # width of the values, by default D
-    n: int | None = None  # number of queries, which belong to the last tokens; by default every token has one
-    v_dtype: torch.dtype | None = None  # "heinsen": dtype of the values, float32 if they were logarithms
 
 
 class Operator(NamedTuple):
@@ -163,7 +151,7 @@ OPERATORS = {
         create_heinsen_inputs, heinsen_in_two_calls, lambda **x: heinsen_naive.recurrent(**x)[0], (1216,)
     ),
     "rotary": Operator(
-        create_rotary_inputs, lambda x, cos, sin: backend.rotary().Rotation.apply(x, cos, sin), naive.rotate, (400,)
+        create_rotary_inputs, lambda x, cos, sin: backend.rotary().Rotation.apply(x, cos, sin), rotary.turn, (400,)
     ),
     "cross_entropy": Operator(create_cross_entropy_inputs, cross_entropy, cross_entropy_specification, (400,)),
 }
@@ -317,6 +305,17 @@ def compare(sizes, device="cuda"):
         if problem:
             return problem
     return ""
+
+
+def compare_plans(plans, dtype, device, D):
+    """Return "" if the kernels of these Plans agree with float64 on a GPU, else one line that says what is wrong.
+
+    A Plan may be None. With them go the losses and the rotations of heads of D entries, in `dtype`.
+    """
+    pointwise = Size("rotary", dtype, D), Size("cross_entropy", dtype)
+    sizes = [size for size in pointwise if not why_not(size.form, device, dtype)]
+    sizes += [chosen.size for chosen in plans if chosen and chosen.size]
+    return compare(dict.fromkeys(sizes), device)
 
 
 def _find_wrong(size):

@@ -3,7 +3,7 @@
     plan(Problem(T, D, E, p, q.dtype, q.device, gated=True))        # Plan(form, chunk_size, on_kernels, ...)
 
 The answer is a function of sizes, dtype and device alone, so that every rank and every run decides the same, unless the
-kernels are disabled. Where training begins or a run is loaded, `compare_plans` compares them with float64.
+kernels are disabled. Where training begins or a run is loaded, check.py compares the kernels of plans with float64.
 """
 
 import warnings
@@ -12,14 +12,26 @@ from typing import NamedTuple
 
 import torch
 
-from . import backend, check
+from . import backend
 from .backend import cost, symmetric_power_dim, transforms_active, width
-from .check import Size
 
 FORMS = ("auto", "quadratic", "chunked", "recurrent")
 # In PyTorch both forms cost the same at T = 1.5 Dphi. If only the quadratic form has kernels, they cost the same at
 # this many times that length (measured on an H200, p=2, D=64).
 KERNEL_GAIN = {torch.bfloat16: 400, torch.float32: 5}
+
+
+class Size(NamedTuple):
+    """The kernels of one operator, and the sizes of their inputs."""
+
+    form: str  # a name in OPERATORS of check.py
+    dtype: torch.dtype
+    D: int | None = None  # head dimension
+    p: int | None = None
+    gated: bool = False
+    E: int | None = None  # width of the values, by default D
+    n: int | None = None  # number of queries, which belong to the last tokens; by default every token has one
+    v_dtype: torch.dtype | None = None  # "heinsen": dtype of the values, float32 if they were logarithms
 
 
 class Problem(NamedTuple):
@@ -135,17 +147,6 @@ def why_not(form, device, dtype, D=0, E=0, p=0):
 # torch.compile asks once and does not look inside. torch.compiler.assume_constant_result sets this mark too, but it
 # imports torch._dynamo, which takes 2 s that a program without torch.compile need not wait.
 why_not._dynamo_marked_constant = True
-
-
-def compare_plans(plans, dtype, device, D):
-    """Return "" if the kernels of these Plans agree with float64 on a GPU, else one line that says what is wrong.
-
-    A Plan may be None. With them go the losses and the rotations of heads of D entries, in `dtype`.
-    """
-    pointwise = Size("rotary", dtype, D), Size("cross_entropy", dtype)
-    sizes = [size for size in pointwise if not why_not(size.form, device, dtype)]
-    sizes += [chosen.size for chosen in plans if chosen and chosen.size]
-    return check.compare(dict.fromkeys(sizes), device)
 
 
 def disable_kernels(reason):

@@ -3,7 +3,7 @@
     context = Context(group, balanced=False)                # a process group of N ranks
     for block in model.transformer.h:
         block.attn.mix.context = context                    # from then on `forward` gets this rank's tokens
-    y = power_attention_in_context(q, k, v, log_g, context, p=2)
+    y = context.power_attention(q, k, v, log_g, p=2)        # which the layers call
 
 A sequence is cut into pieces of n tokens. Where the cost of a token does not depend on its place there are N, and rank
 r holds piece r. Where some layer computes pairs of tokens, there are 2N: rank r holds pieces r and 2N-1-r, so that all
@@ -34,7 +34,7 @@ from ..operator.dispatch import Problem, plan
 from ..operator.forms import PowerState, accumulation_dtype, flush
 from ..operator.memory import check_chunks_fit
 from ..power import attend_causally
-from .circulate import PowerPairs, circulate
+from .circulate import PowerPairs, SoftmaxPairs, circulate
 
 
 def _call(function, *args, **kwargs):
@@ -68,6 +68,27 @@ class Context:
     def pieces_of(self, rank):
         """Return the numbers of the pieces that a rank of the group holds."""
         return pieces_of(rank, self.size, self.balanced)
+
+    def power_attention(self, q, k, v, log_g, *, p, form="auto", chunk_size=None):
+        """Compute what `power_attention` of attention/power.py does for a sequence that is spread over the ranks.
+
+        q [B, T / N, H, D], k [B, T / N, Hkv, D], v [B, T / N, Hkv, E], log_g [B, T / N, Hkv] or None belong to this
+        rank's tokens; the rest is as for that function, and form="auto" is chosen for T tokens. All ranks must call it,
+        and also the backward pass. Returns y [B, T / N, H, E]. Differentiable in every tensor, once.
+        """
+        q, k, v = cast_to_autocast_dtype(q, k, v)
+        T = self.size * q.shape[1]
+        problem = Problem(T, q.shape[3], v.shape[3], p, q.dtype, q.device, log_g is not None)
+        chosen = plan(problem, form, chunk_size, pieces=self.size * self.pieces)
+        if chosen.form == "quadratic":
+            return self.run(circulate, PowerPairs(p), self, q, k, v, log_g)
+        q, k, v, log_g = map(self.split, (q, k, v, log_g))
+        attend = _attend_on_kernels if chosen.on_kernels else partial(self.run, _attend)
+        return self.join(attend(q, k, v, log_g, self, p=p, chunk=chosen.chunk_size))
+
+    def softmax_attention(self, q, k, v, log_g):
+        """Compute what `softmax_attention` of attention/softmax.py does, for this rank's tokens as above."""
+        return self.run(circulate, SoftmaxPairs(), self, q, k, v, log_g)
 
     def split(self, x):
         """Return x [B, T / N, ...] with its pieces as sequences of their own, [B * pieces, n, ...]; None stays None."""
@@ -199,25 +220,7 @@ _exchange.register_autograd(lambda ctx, d: (_exchange(d, ctx.context), None), se
 _gather.register_autograd(lambda ctx, d: (_exchange(d, ctx.context).sum(0), None), setup_context=_keep_context)
 
 
-# ---- power attention
-
-
-def power_attention_in_context(q, k, v, log_g, context, *, p, form="auto", chunk_size=None):
-    """Compute what `power_attention` does for a sequence that is spread over the ranks of `context`.
-
-    q [B, T / N, H, D], k [B, T / N, Hkv, D], v [B, T / N, Hkv, E], log_g [B, T / N, Hkv] or None belong to this rank's
-    tokens; the rest is as for `power_attention`, and form="auto" is chosen for T tokens. All ranks must call it, and
-    also the backward pass. Returns y [B, T / N, H, E]. Differentiable in every tensor, once.
-    """
-    q, k, v = cast_to_autocast_dtype(q, k, v)
-    T = context.size * q.shape[1]
-    problem = Problem(T, q.shape[3], v.shape[3], p, q.dtype, q.device, log_g is not None)
-    chosen = plan(problem, form, chunk_size, pieces=context.size * context.pieces)
-    if chosen.form == "quadratic":
-        return context.run(circulate, PowerPairs(p), context, q, k, v, log_g)
-    q, k, v, log_g = map(context.split, (q, k, v, log_g))
-    attend = _attend_on_kernels if chosen.on_kernels else partial(context.run, _attend)
-    return context.join(attend(q, k, v, log_g, context, p=p, chunk=chosen.chunk_size))
+# ---- power attention in chunks
 
 
 def _attend(q, k, v, log_g, context, *, p, chunk):
