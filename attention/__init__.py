@@ -17,7 +17,6 @@ from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
 from .heinsen import Heinsen, LogState, heinsen_attention
 from .operator.forms import PowerState
-from .positions import POSITIONS
 from .power import power_attention, power_attention_sums
 from .softmax import Softmax
 from .sympow import Sympow
@@ -49,10 +48,8 @@ def layer_pattern(setting, text, choices, n_layer):
     for name in names:
         check_choice(setting, name, choices)
     if n_layer % len(names):
-        nearest = max(1, round(n_layer / len(names))) * len(names)
         raise ValueError(
-            f"{setting} has a pattern of {len(names)} layers, which does not divide n_layer={n_layer}: "
-            f"n_layer={nearest} would do"
+            f"{setting} has a pattern of {len(names)} layers, which does not divide n_layer={n_layer}: use a multiple"
         )
     return names
 
@@ -76,20 +73,3 @@ def join_positions(layers, leading=None):
     if "learned" in places and "," in joined:
         raise ValueError(f"positions=learned is a table for all layers, got positions={joined}")
     return joined
-
-
-def position_schemes(config):
-    """Return a text that says where the layers of a GPTConfig get their positions from, or "" if all rotate."""
-    layers = [config.layer(i) for i in range(config.n_layer)]
-    rotating = list(dict.fromkeys(layer.attention for layer in layers if rotates(layer)))
-    still = list(dict.fromkeys(layer.attention for layer in layers if not rotates(layer)))
-    if not rotating or not still or {*rotating} & {*still}:
-        return "" if config.positions == "rotary" else f"positions={config.positions}"
-    own = [name for name in still if "position_embedding" in vars(ATTENTIONS[name])]
-    embedding = f"; all layers see the position embedding of {own[0]} before the first layer" if own else ""
-    return f"{', '.join(rotating)} layers rotate q and k; {', '.join(still)} layers do not{embedding}"
-
-
-def rotates(layer):
-    """Return True if a layer of this GPTConfig rotates q and k by their positions."""
-    return ATTENTIONS[layer.attention].rotates and POSITIONS[layer.positions]

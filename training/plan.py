@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ..attention import position_schemes
 from ..data.dataset import Dataset
 from ..data.mixture import HeldOut, Mixture, open_dataset
 from ..model import GPTConfig
@@ -129,8 +128,8 @@ def describe_run(plan, model):
     A second one warns of steps that would take a CPU minutes.
     """
     attention = plan.model_cfg.attention
-    if schemes := position_schemes(plan.model_cfg):
-        attention += f" ({schemes})"
+    if plan.model_cfg.positions != "rotary":
+        attention += f" (positions={plan.model_cfg.positions})"
     size = f"{model.parameter_count() / 1e6:.1f}M parameters"
     sizes = describe_stages(plan.stages, plan.cfg, plan.layout)
     line = f"{plan.cfg.out_dir}: {size}, {attention}, {plan.device.type} {plan.cfg.dtype}; tokens a step: {sizes}"
