@@ -121,14 +121,14 @@ class Attention(nn.Module):
         self.replaces_mlp = self.c_proj is not None
         if not self.replaces_mlp:
             self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=config.bias)
-        self.mix = variant(config)
+        self.mix = variant(config)  # a Variant; saved files have this name
         channels = sum(self.heads[:3]) * config.head_dim
         self.conv = Convolution(channels, config.convolution) if config.convolution else None
         self.output_gate = OutputGate(config.head_dim) if config.output_gate else None
         self.dropout = config.dropout
 
     def project(self, x, norm, shape):
-        """Return the inputs of `mix` for rows x [B T, C]: norm(x) or its products [B, T, ..], and all heads."""
+        """Return the inputs of attention for rows x [B T, C]: norm(x) or its products [B, T, ..], and all heads."""
         x, heads = norm_linear(norm, self.c_attn, x, self.mix.input_weight())
         return x.unflatten(0, shape), heads.unflatten(0, shape).unflatten(-1, (-1, self.head_dim))
 
@@ -193,7 +193,7 @@ class GPT(nn.Module):
         if isinstance(getattr(module, "c_proj", None), nn.Linear):
             nn.init.normal_(module.c_proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    def mixes(self):
+    def attentions(self):
         """Return the attentions of all layers, each a Variant."""
         return [block.attn.mix for block in self.transformer.h]
 
@@ -203,7 +203,7 @@ class GPT(nn.Module):
         switch_over: how many cached tokens a state replaces ("always": 1); by default the attention's own.
         """
         t, device = self.transformer, self.transformer.wte.weight.device
-        layers = [mix.empty_state(batch, device, switch_over) for mix in self.mixes()]
+        layers = [attention.empty_state(batch, device, switch_over) for attention in self.attentions()]
         return ModelState(layers, embedding=t.wpe.empty_state(batch, device) if "wpe" in t else None)
 
     def forward(self, ids, targets=None, teacher=None):
@@ -285,10 +285,10 @@ class GPT(nn.Module):
         self.eval()
         x, resets, _ = self._embed(ids)
         for i, block in enumerate(self.transformer.h):
-            (normed, heads), mix = block.attn.project(x, block.ln_1, ids.shape), block.attn.mix
+            (normed, heads), attention = block.attn.project(x, block.ln_1, ids.shape), block.attn.mix
             qkv, _ = split_heads(block.attn, heads)
             qkv = block.attn.conv(qkv, resets) if block.attn.conv else qkv
-            for name, value in mix.statistics(normed, mix.split(qkv)[0]).items():
+            for name, value in attention.statistics(normed, attention.split(qkv)[0]).items():
                 statistics.setdefault(name, [None] * self.config.n_layer)[i] = value
             x, _ = block(x, ids.shape, resets)
         self.train(training)
@@ -304,4 +304,4 @@ class GPT(nn.Module):
         """
         weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and n != "transformer.wpe.weight")
         device = self.transformer.wte.weight.device.type
-        return 6 * weights + sum(mix.attention_flops(block_size, dtype, device) for mix in self.mixes())
+        return 6 * weights + sum(x.attention_flops(block_size, dtype, device) for x in self.attentions())

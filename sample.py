@@ -21,7 +21,6 @@ from sympow.runs import threads  # noqa: F401 (before torch)
 import torch
 
 from sympow.attention.positions import TooLong
-from sympow.attention.operator.memory import switch_over_tokens
 from sympow.data import DataError
 from sympow.data.progress import bar
 from sympow.generation import state_file
@@ -163,16 +162,16 @@ def choose_switch_over(model, cfg):
 
     Refuses a setting that no attention of the model takes.
     """
-    own = {mix.switch_over for mix in model.mixes()} - {"never", None}
-    if not own and (cfg.switch_over or cfg.form == "recurrent"):
+    attentions = [attention for attention in model.attentions() if attention.switch_over not in ("never", None)]
+    if not attentions and (cfg.switch_over or cfg.form == "recurrent"):
         setting = "switch_over" if cfg.switch_over else "form=recurrent"
         refuse(f"attention={model.config.attention} takes no {setting}: it has no KV cache that becomes a state")
     if cfg.form == "recurrent":
         return "always"
-    if cfg.switch_over or own != {"auto"}:
+    if cfg.switch_over or {attention.switch_over for attention in attentions} != {"auto"}:
         return cfg.switch_over or None
-    sizes = model.config.head_dim, model.config.head_dim, cache_dtype(model).itemsize, getattr(torch, cfg.state_dtype)
-    return max(switch_over_tokens(mix.p, *sizes) for mix in model.mixes() if mix.switch_over == "auto")
+    sizes = cache_dtype(model).itemsize, getattr(torch, cfg.state_dtype)
+    return max(attention.cache_policy(attention.empty_state(1, "cpu"), *sizes).limit for attention in attentions)
 
 
 def load_state(path, model):

@@ -46,7 +46,7 @@ from .power import power_attention
 from .state import attend_to_state
 from .variant import KVCacheVariant
 
-MIXES = {"continuous": False, "mixture": True}  # for each value of the setting adaptive
+IS_MIXTURE = {"continuous": False, "mixture": True}  # for each value of the setting adaptive
 
 
 def adaptive_power_attention(q, k, v, powers, *, log_g=None):
@@ -110,17 +110,17 @@ class AdaptivePower(KVCacheVariant):
     @classmethod
     def check(cls, config):
         c = config
-        check_choice("adaptive", c.adaptive, MIXES)
+        check_choice("adaptive", c.adaptive, IS_MIXTURE)
         if not (math.isfinite(c.p_min) and math.isfinite(c.p_max) and c.p_min < c.p_max):
             raise ValueError(f"p_min must be below p_max, both finite, got {c.p_min} and {c.p_max}")
         if c.p_min < 1:
             raise ValueError(
                 f"p_min must be at least 1, got {c.p_min}: below, |q.k|^p has no derivative where q.k is 0"
             )
-        limit = 8 if MIXES[c.adaptive] else 1000
+        limit = 8 if IS_MIXTURE[c.adaptive] else 1000
         if c.p_max > limit:
             raise ValueError(f"p_max must be at most {limit} for adaptive={c.adaptive}, got {c.p_max}")
-        if MIXES[c.adaptive] and (c.p_min % 2 or c.p_max % 2):
+        if IS_MIXTURE[c.adaptive] and (c.p_min % 2 or c.p_max % 2):
             raise ValueError(
                 "p_min and p_max of adaptive=mixture, which mixes even powers, must be even integers, got "
                 f"{c.p_min} and {c.p_max}"
@@ -128,10 +128,10 @@ class AdaptivePower(KVCacheVariant):
 
     def __init__(self, config):
         super().__init__(config)
-        c, self.mixes = config, MIXES[config.adaptive]
-        if self.mixes:
+        c, self.is_mixture = config, IS_MIXTURE[config.adaptive]
+        if self.is_mixture:
             self.p = tuple(range(int(c.p_min), int(c.p_max) + 1, 2))
-        self.switch_over = "auto" if self.mixes else "never"
+        self.switch_over = "auto" if self.is_mixture else "never"
         self.form, self.chunk_size = c.form, c.chunk_size or None
         self.power = PowerNetwork(c.n_head * c.head_dim, c.p_min, c.p_max)
 
@@ -140,9 +140,9 @@ class AdaptivePower(KVCacheVariant):
         powers, positions = self.power(self.split(qkv)[0]), self.positions(x, state)
         q, k, v = self.rotate(qkv, positions)
         log_g = reset_gates(resets, None, k)
-        if self.mixes and state is not None:
+        if self.is_mixture and state is not None:
             return self.mix_and_append(q, k, v, powers, log_g, positions, state)
-        if self.mixes:
+        if self.is_mixture:
             options = dict(p=self.p, log_g=log_g, form=self.form, chunk_size=self.chunk_size)
             if self.context is not None:
                 options.update(attend=self.context.power_attention)
@@ -178,7 +178,7 @@ class AdaptivePower(KVCacheVariant):
 
     @classmethod
     def context_layout(cls, config, block_size, dtype, device):
-        if not MIXES[config.adaptive]:
+        if not IS_MIXTURE[config.adaptive]:
             raise ValueError("adaptive=continuous computes each row from all keys at once: use adaptive=mixture")
         return "balanced"
 
@@ -191,17 +191,17 @@ class AdaptivePower(KVCacheVariant):
         return self.plans(block_size, dtype, device, ranks)[-1]
 
     def plans(self, block_size, dtype, device, ranks=1):
-        if not self.mixes:
+        if not self.is_mixture:
             return [Plan("quadratic", None, False)]  # a power for each token is computed in PyTorch
         D, gated = self.config.head_dim, self.config.gated
         problems = [Problem(block_size, D, D, m, dtype, device, gated) for m in self.p]
         return [plan(problem, self.form, self.chunk_size, pieces=ranks) for problem in problems]
 
     def prompt_plans(self, dtype, device):
-        return self.plans(1, dtype, device) + self.plans(1, dtype, device, ranks=2) if self.mixes else []
+        return self.plans(1, dtype, device) + self.plans(1, dtype, device, ranks=2) if self.is_mixture else []
 
     def attention_flops(self, block_size, dtype, device):
-        if not self.mixes:
+        if not self.is_mixture:
             return super().attention_flops(block_size, dtype, device)
         c, plans = self.config, self.plans(block_size, dtype, device)
         features = [symmetric_power_dim(c.head_dim, m) for m in self.p]

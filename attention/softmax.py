@@ -12,11 +12,9 @@ from torch.nn import functional as F
 from .gates import reset_gates
 from .operator.packed import attend_within, find_documents, takes_flash
 from .operator.window import attend_in_window
-from .state import LayerState
 from .variant import RECIPE, KVCacheVariant
 
 MASK_ENTRIES = 2**28  # that exist at any time, for each sequence
-WINDOW_SPARE = 64  # tokens that the decoder's cache holds beyond a window, before it moves the window to its front
 
 
 def softmax_attention(q, k, v, log_g=None):
@@ -70,7 +68,7 @@ class Softmax(KVCacheVariant):
 
     def __init__(self, config):
         super().__init__(config)
-        self.window = config.window  # tokens that a token sees, itself among them; 0: all before it
+        self.window = config.window
 
     def forward(self, x, qkv, resets=None, state=None):
         """Return (y [B, n, H, E], the state after the n tokens, or None without a state)."""
@@ -89,9 +87,6 @@ class Softmax(KVCacheVariant):
             return attend_in_window(q, state.k, state.v, self.window, resets), state.last(self.window)
         return softmax_attention(q, state.k, state.v, state.log_g), state
 
-    def empty_state(self, batch, device, switch_over=None):
-        return LayerState.empty(batch, device, self.window or "never")
-
     @classmethod
     def context_layout(cls, config, block_size, dtype, device):
         if config.window:
@@ -102,9 +97,3 @@ class Softmax(KVCacheVariant):
         T, W = block_size, min(self.window or block_size, block_size)
         pairs = W - W * W / (2 * T)  # of a token, on average: half of T without a window
         return 12 * pairs * self.config.n_head * self.config.head_dim
-
-    def generation_bytes(self, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
-        if self.window:  # the decoder's cache has these from the beginning
-            max_new_tokens = min(self.window, state.cached_tokens + max_new_tokens) + WINDOW_SPARE
-            state = LayerState.empty(1, "cpu", "never")
-        return super().generation_bytes(state, max_new_tokens, itemsize, state_dtype)

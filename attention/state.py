@@ -6,23 +6,74 @@ variants have a LayerState: a KV cache and, in variants with a recurrent form, a
     state = LayerState.empty(batch, device)
     y, state = attend_and_append(q, k, v, log_g, positions, state, p=2)      # again and again, any number of tokens
 
-Keys and values are cached until they take as much memory as the PowerState would (2,113 tokens for p=2 at head
-dimension 64 in bfloat16, 778,457 for p=4): `switch_over`. Then all of them are flushed into one, and again whenever
-FLUSH_EVERY new ones have gathered, so that time and memory per token are bounded however long the text is.
+A CachePolicy decides when. Keys and values are cached until they take as much memory as the PowerState would (2,113
+tokens for p=2 at head dimension 64 in bfloat16, 778,457 for p=4): `switch_over`. Then all of them are flushed into one,
+and again whenever FLUSH_EVERY new ones have gathered. So time and memory per token are bounded for texts of any length.
 """
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
 
 import torch
 
 from .gates import join_gates
 from .operator.forms import PowerState, flush, read_cache
-from .operator.memory import switch_over_tokens
+from .operator.memory import state_bytes
 from .power import attend_causally
 
 FLUSH_EVERY = 64
+WINDOW_SPARE = 64  # tokens that the decoder's cache holds beyond a window, before it moves the window to its front
 CACHED = "k", "v", "log_g"  # the tensors of a LayerState that have a row for each cached token
+
+
+def check_switch_over(switch_over):
+    """Raise ValueError unless this is a switch_over of a CachePolicy."""
+    if switch_over not in ("auto", "always", "never") and not (type(switch_over) is int and switch_over > 0):
+        raise ValueError(f"switch_over must be auto, always, never or at least 1, got {switch_over!r}")
+
+
+class CachePolicy(NamedTuple):
+    """Decide how many tokens' keys and values a layer caches, and when a state takes their place.
+
+    When `limit` tokens are cached, all of them become one state; in a window, the last `window` of them are kept.
+    """
+
+    # cached tokens that become a state: a number, "always" (1), "never", or "auto", as many as take a state's memory
+    switch_over: str | int
+    p: int | tuple  # the power of the state, or of several states
+    D: int  # width of keys
+    E: int  # width of values
+    itemsize: int  # bytes of a number in the cache
+    has_state: bool = False  # True if a state holds the tokens before the cached ones
+    state_dtype: torch.dtype = torch.float32
+    window: int = 0  # tokens that a token sees, itself among them; 0: all
+
+    @property
+    def limit(self):
+        """The number of tokens at which the cache is full, or inf if it grows with the text."""
+        if self.window:
+            return self.window + WINDOW_SPARE
+        limit = {"never": math.inf, "always": 1}.get(self.switch_over, self.switch_over)
+        if limit == "auto":
+            limit = math.ceil(self.bytes_of_state() / ((self.D + self.E) * self.itemsize))
+        return min(limit, FLUSH_EVERY) if self.has_state else limit
+
+    def room(self, cached, tokens):
+        """Return how many tokens the cache has room for if `cached` are in it and so many `tokens` follow."""
+        if self.window:
+            return min(self.window, cached + tokens) + WINDOW_SPARE
+        return int(max(cached, min(self.limit, cached + tokens)))
+
+    def bytes_of_state(self):
+        """Return the bytes of a state, for one key/value head of one sequence."""
+        return state_bytes(1, self.D, self.E, self.p, self.state_dtype)
+
+    def bytes(self, cached, tokens):
+        """Return the bytes of (the cache, the state) once `tokens` follow, for one key/value head of one sequence."""
+        cache = ((self.D + self.E) * self.itemsize + 12) * self.room(cached, tokens)
+        has_state = self.has_state or (self.limit <= cached + tokens and not self.window)
+        return cache, has_state * self.bytes_of_state()
 
 
 @dataclass
@@ -73,8 +124,7 @@ class LayerState(State):
     @staticmethod
     def empty(batch, device, switch_over="auto"):
         """Return the state before any token."""
-        if switch_over not in ("auto", "always", "never") and not (type(switch_over) is int and switch_over > 0):
-            raise ValueError(f"switch_over must be auto, always, never or at least 1, got {switch_over!r}")
+        check_switch_over(switch_over)
         position = torch.zeros(batch, dtype=torch.float64, device=device)
         return LayerState(position, switch_over=switch_over)
 
@@ -103,15 +153,8 @@ class LayerState(State):
 
     def must_flush(self, p):
         """Return True if the cache holds as many tokens as it may, for a state of power p, or a tuple of powers."""
-        limit = self.switch_over_limit(p, self.k.shape[-1], self.v.shape[-1], self.k.element_size())
-        return self.cached_tokens >= limit
-
-    def switch_over_limit(self, p, D, E, itemsize):
-        """Return how many tokens the cache holds before it is flushed, or inf if it never is; p may be a tuple."""
-        if self.switch_over in ("always", "never"):
-            return 1 if self.switch_over == "always" else math.inf
-        limit = switch_over_tokens(p, D, E, itemsize) if self.switch_over == "auto" else self.switch_over
-        return limit if self.power is None else min(limit, FLUSH_EVERY)
+        sizes = p, self.k.shape[-1], self.v.shape[-1], self.k.element_size()
+        return self.cached_tokens >= CachePolicy(self.switch_over, *sizes, self.S is not None).limit
 
 
 @dataclass

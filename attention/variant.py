@@ -17,14 +17,14 @@ State itself has the last three.
 import math
 from dataclasses import fields, replace
 
+import torch
 from torch import nn
 
 from sympow import check_choice
 from .operator.arguments import check_form, check_power
-from .operator.memory import cached_bytes
 from .positions import POSITIONS, LearnedPosition
 from .rotary import rotate, rotation_of
-from .state import LayerState, count_positions
+from .state import CachePolicy, LayerState, count_positions
 
 MOST_CONVOLVED = 64  # tokens of a convolution, which adds them up one after another
 # what settings that are "auto" are for most attentions (see Variant.recipe), and were before they could be "auto"
@@ -59,10 +59,8 @@ def check_layer(config):
         if getattr(config, name) < least:
             raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
     if not config.head_dim and config.n_embd % config.n_head:
-        divisors = [h for h in range(1, config.n_embd + 1) if config.n_embd % h == 0]
         raise ValueError(
-            f"n_embd must be a multiple of n_head, got {config.n_embd} and {config.n_head}: n_head="
-            f"{min(divisors, key=lambda h: abs(h - config.n_head))} would do, or set head_dim"
+            f"n_embd must be a multiple of n_head, got {config.n_embd} and {config.n_head}; or set head_dim"
         )
     config.head_dim = config.head_dim or config.n_embd // config.n_head
     config.n_kv_head = config.n_kv_head or config.n_head
@@ -271,13 +269,22 @@ class KVCacheVariant(Variant):
     """A Variant with a LayerState: a KV cache and, unless switch_over is "never", a PowerState before it."""
 
     switch_over = "never"
+    window = 0  # tokens that a token sees, itself among them; 0: all before it
 
     def empty_state(self, batch, device, switch_over=None):
-        if self.switch_over == "never":  # there is no state that could take the cache's place
-            switch_over = None
-        return LayerState.empty(batch, device, switch_over or self.switch_over)
+        return LayerState.empty(batch, device, self.choose_switch_over(switch_over))
+
+    def choose_switch_over(self, requested):
+        """Return the switch_over of a LayerState: the requested one, or its own for None and if that is "never"."""
+        return self.window or (self.switch_over if self.switch_over == "never" else requested or self.switch_over)
+
+    def cache_policy(self, state, itemsize, state_dtype=torch.float32):
+        """Return the CachePolicy of a LayerState with a cache of numbers of so many bytes, and S in state_dtype."""
+        D = self.config.head_dim
+        return CachePolicy(state.switch_over, self.p, D, D, itemsize, state.S is not None, state_dtype, self.window)
 
     def generation_bytes(self, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
-        if switch_over and self.switch_over != "never":
-            state = replace(state, switch_over=switch_over)
-        return cached_bytes(self.config, self.p, state, max_new_tokens, itemsize, state_dtype)
+        if switch_over:
+            state = replace(state, switch_over=self.choose_switch_over(switch_over))
+        policy = self.cache_policy(state, itemsize, state_dtype)
+        return tuple(self.config.n_kv_head * x for x in policy.bytes(state.cached_tokens, max_new_tokens))

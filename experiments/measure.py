@@ -178,7 +178,9 @@ def half_lives(model, dataset, length):
 
 def state_bytes(model, dataset, tokens):
     """Return {state: the bytes that generation in bfloat16 keeps of one text, in states and windows}."""
-    return dict(state=sum(generation_bytes(model.mixes(), model.empty_state(1), tokens, 2, torch.bfloat16, "always")))
+    return dict(
+        state=sum(generation_bytes(model.attentions(), model.empty_state(1), tokens, 2, torch.bfloat16, "always"))
+    )
 
 
 def model_size(model, dataset, lengths):
@@ -193,9 +195,9 @@ def kept_bytes(model, lengths):
     """
     state, sizes = model.empty_state(1), []
     for tokens in lengths:
-        cache, states = generation_bytes(model.mixes(), state, tokens, 2, torch.float32)
+        cache, states = generation_bytes(model.attentions(), state, tokens, 2, torch.float32)
         if states:  # then the layers that have one keep no cache
-            cache, states = generation_bytes(model.mixes(), state, tokens, 2, torch.float32, "always")
+            cache, states = generation_bytes(model.attentions(), state, tokens, 2, torch.float32, "always")
         sizes.append(cache + states)
     return sizes
 

@@ -59,11 +59,11 @@ class Decoder:
         """
         c, wte = model.config, model.transformer.wte.weight
         self.config, self.sampler, self.num_samples, self.device = c, sampler, num_samples, wte.device
-        self.mixes = model.mixes()
-        if not all(map(decoding_kernels, self.mixes)):
+        self.attentions = model.attentions()
+        if not all(map(decoding_kernels, self.attentions)):
             raise ValueError(f"not all layers of attention={c.attention} have kernels to generate with")
         dtype, B = dtype or wte.dtype, len(state.layers[0].position) * num_samples
-        check_generation_fits(self.mixes, state, max_new_tokens, B, dtype.itemsize, state_dtype, self.device)
+        check_generation_fits(self.attentions, state, max_new_tokens, B, dtype.itemsize, state_dtype, self.device)
         self.buffers = Buffers(c, B, dtype, state_dtype, self.device)
         self._copy_weights(model.transformer)
         columns = -(-c.vocab_size // sampling.SAMPLE_BLOCK) * sampling.SAMPLE_BLOCK
@@ -114,12 +114,12 @@ class Decoder:
         """Go on from a ModelState, which is copied, for max_new_tokens tokens."""
         buffers, self.tokens_left, self.graph = self.buffers, max_new_tokens, None
         # a count of cached tokens for each layer, 16 bytes a row: kernels want aligned pointers
-        self.counts = buffers.zeros(len(self.mixes), 4, dtype=torch.int32)
+        self.counts = buffers.zeros(len(self.attentions), 4, dtype=torch.int32)
         self.layers, self.embedding = [], None
-        for i, (mix, weights, layer) in enumerate(zip(self.mixes, self.weights, state.layers)):
-            make = LAYERS[decoding_kernels(mix)]
+        for i, (attention, weights, layer) in enumerate(zip(self.attentions, self.weights, state.layers)):
+            make = LAYERS[decoding_kernels(attention)]
             layer = layer.repeat(self.num_samples)
-            self.layers.append(make(buffers, weights, mix, layer, self.counts[i, :1], max_new_tokens))
+            self.layers.append(make(buffers, weights, attention, layer, self.counts[i, :1], max_new_tokens))
         if state.embedding:
             make = EMBEDDINGS[decoding_kernels(self.wpe)]
             self.embedding = make(buffers, self.wpe, state.embedding.repeat(self.num_samples))
@@ -298,10 +298,10 @@ def compare(model, dtype, state_dtype):
         dropout=0.0,
         n_positions=max(config.n_positions, 64),  # more than are read
     )
-    for mix in model.mixes():
-        small = replace(mix.config, **sizes, window=min(mix.config.window, 4))  # tokens leave it
-        name = f"generation, {type(mix).__qualname__}, {dtype}, states in {state_dtype}, {small}, {model_hash()}"
-        compare_layer = partial(find_wrong_token, small, type(mix), dtype, state_dtype)
+    for attention in model.attentions():
+        small = replace(attention.config, **sizes, window=min(attention.config.window, 4))  # tokens leave it
+        name = f"generation, {type(attention).__qualname__}, {dtype}, states in {state_dtype}, {small}, {model_hash()}"
+        compare_layer = partial(find_wrong_token, small, type(attention), dtype, state_dtype)
         if problem := remember(name, compare_layer, device):
             return problem
     return ""

@@ -145,7 +145,7 @@ def read_prompt(
     text = f"this text, with {max_new_tokens:,} new ones,"  # the last of them is not read
     check_length(model.config, state.n_tokens + len(ids) + max(0, max_new_tokens - 1), text)
     tokens, itemsize = len(ids) + max_new_tokens, cache_dtype(model).itemsize
-    check_generation_fits(model.mixes(), state, tokens, num_samples, itemsize, state_dtype, device)
+    check_generation_fits(model.attentions(), state, tokens, num_samples, itemsize, state_dtype, device)
     pieces = torch.tensor([ids], device=device).split(PIECE.get(device.type, 1024), dim=1) if ids else ()
     with bar(total=len(ids), desc="prompt", unit="token", unit_scale=True, leave=False, delay=1) as progress:
         for piece in pieces:

@@ -26,7 +26,6 @@ from ..attention.heinsen import LOG_VALUE_BOUND
 from ..attention.operator.heinsen_forms import IS_LOG
 from ..attention.positions import POSITIONS
 from ..attention.rotary import rotation_rates
-from ..attention.softmax import WINDOW_SPARE
 from ..attention.state import LayerState
 from ..kernels.decode import cache as decode_cache
 from ..kernels.decode import convolution as decode_convolution
@@ -103,21 +102,22 @@ class Convolution:
 class CachedLayer:
     """A layer with a KV cache. `cached` is the number of cached tokens, which are flushed when they are `limit`."""
 
-    def __init__(self, buffers, weights, mix, state, count, tokens_left):
+    def __init__(self, buffers, weights, attention, state, count, tokens_left):
         """Copy a LayerState. count: a row [1] int32 for the number of cached tokens, which the decoder counts up."""
         c = buffers.config
         self.buffers, self.weights, self.count = buffers, weights, count
-        self.p, self.switch_over, self.power = mix.p, state.switch_over, None
+        self.attention, self.switch_over, self.power = attention, state.switch_over, None
         self.convolution = Convolution(buffers, weights.convolution, state)
-        rates = rotation_rates(c.head_dim, mix.rope_base, buffers.device)
-        rates *= POSITIONS[mix.config.positions]  # a rate of 0 leaves queries and keys as they are
+        rates = rotation_rates(c.head_dim, attention.rope_base, buffers.device)
+        rates *= POSITIONS[attention.config.positions]  # a rate of 0 leaves queries and keys as they are
         self.place = decode_qkv.Position(state.position, rates, buffers.rotation, weights.beta)
         self.allocate(state, tokens_left)
 
     def allocate(self, state, tokens_left):
         """Allocate the buffers for a LayerState and the tokens that will be cached, and copy it."""
         b, c, n = self.buffers, self.buffers.config, state.cached_tokens
-        C = self.capacity(state, tokens_left)
+        policy = self.attention.cache_policy(state, b.dtype.itemsize)
+        self.limit, C = policy.limit, policy.room(n, tokens_left)
         shape = b.B, C, c.n_kv_head
         k, v = (b.zeros(*shape, c.head_dim, dtype=b.dtype) for _ in range(2))
         sums, resets = b.zeros(*shape, dtype=torch.float64), b.zeros(*shape, dtype=torch.int32)
@@ -131,12 +131,6 @@ class CachedLayer:
         self.cached = n
         self.count.fill_(self.cached)
         self.parts = decode_cache.parts_of_cache(b.B * c.n_head, C)
-
-    def capacity(self, state, tokens_left):
-        """Return how many tokens the cache has room for, including the tokens of a LayerState."""
-        b, D, n = self.buffers, self.buffers.config.head_dim, state.cached_tokens
-        self.limit = state.switch_over_limit(self.p, D, D, b.dtype.itemsize)
-        return int(max(n, min(self.limit, n + tokens_left)))
 
     def step(self):
         b = self.buffers
@@ -171,30 +165,22 @@ class CachedLayer:
 
 
 class SoftmaxLayer(CachedLayer):
-    window = decode_softmax.NO_WINDOW
+    """Softmax over all cached tokens, or over the last ones in a window."""
 
     def attend(self):
         b, cache = self.buffers, self.cache
         if b.config.reset_token < 0:
             cache = decode_cache.Cache(cache.k, cache.v, cache.gate_sums, None, cache.count)
-        sums = b.sums(self.parts, softmax=True)
-        decode_softmax.attend_softmax(b.qkv, b.rotation, cache, sums, b.y, self.window)
-
-
-class WindowLayer(SoftmaxLayer):
-    """Softmax in a window, or over all tokens if they are fewer."""
-
-    def capacity(self, state, tokens_left):
-        self.window = min(state.switch_over, state.cached_tokens + tokens_left)
-        self.limit = self.window + WINDOW_SPARE
-        return self.limit
+        sums, window = b.sums(self.parts, softmax=True), self.attention.window or decode_softmax.NO_WINDOW
+        decode_softmax.attend_softmax(b.qkv, b.rotation, cache, sums, b.y, window)
 
     def flush_full(self, tokens_left):
         """Move the window to the front of the cache if that is full; the buffers stay."""
         if self.cached == self.limit:
+            window = self.attention.window
             for x in self.cache[:4]:
-                x[:, : self.window] = x[:, -self.window :].clone()
-            self.cached = self.window
+                x[:, :window] = x[:, -window:].clone()
+            self.cached = window
             self.count.fill_(self.cached)
         return False
 
@@ -211,7 +197,7 @@ class PowerLayer(CachedLayer):
     def attend(self):
         b = self.buffers
         sums = b.sums(self.parts, softmax=False)
-        decode_power.attend(b.qkv, b.rotation, self.cache, self.power, sums, b.y, self.p)
+        decode_power.attend(b.qkv, b.rotation, self.cache, self.power, sums, b.y, self.attention.p)
 
     def flush_full(self, tokens_left):
         """Flush the cache into the state if it is full. The first allocates the state and a smaller cache."""
@@ -227,9 +213,9 @@ class PowerLayer(CachedLayer):
     def flush(self):
         b, c = self.buffers, self.buffers.config
         if self.power is None:
-            shape = b.B, c.n_kv_head, symmetric_power_dim(c.head_dim, self.p)
+            shape = b.B, c.n_kv_head, symmetric_power_dim(c.head_dim, self.attention.p)
             self.power = decode_power.State(b.zeros(*shape, c.head_dim, dtype=b.state_dtype), b.zeros(*shape))
-        decode_power.flush(self.cache, self.cached, self.power, self.p)
+        decode_power.flush(self.cache, self.cached, self.power, self.attention.p)
         self.cached = 0
         self.count.zero_()
 
@@ -238,12 +224,12 @@ class PowerLayer(CachedLayer):
 
 
 class HeinsenLayer:
-    def __init__(self, buffers, weights, mix, state, count, tokens_left):
+    def __init__(self, buffers, weights, attention, state, count, tokens_left):
         """Copy a HeinsenState."""
         self.buffers, self.weights = buffers, weights
         self.state = decode_heinsen.State(float32(state.m), float32(state.S), float32(state.z))
         self.convolution = Convolution(buffers, weights.convolution, state)
-        self.log_value_bound = LOG_VALUE_BOUND if IS_LOG[mix.config.values] else None  # None for signed values
+        self.log_value_bound = LOG_VALUE_BOUND if IS_LOG[attention.config.values] else None  # None for signed values
 
     def step(self):
         b = self.buffers
@@ -307,10 +293,5 @@ class LogPosition:
         return [self.log_x]
 
 
-def make_softmax_layer(buffers, weights, mix, *options):
-    """Return the layer for a Softmax with or without a window."""
-    return (WindowLayer if mix.window else SoftmaxLayer)(buffers, weights, mix, *options)
-
-
-LAYERS = {"power": PowerLayer, "softmax": make_softmax_layer, "heinsen": HeinsenLayer}
+LAYERS = {"power": PowerLayer, "softmax": SoftmaxLayer, "heinsen": HeinsenLayer}
 EMBEDDINGS = {"learned": PositionTable, "heinsen": LogPosition}

@@ -50,7 +50,7 @@ def check_kernels(model, contexts, dtype, ranks, context_parallel=1):
     """
     device, D = model.transformer.wte.weight.device, model.config.head_dim
     with ranks.local_rank_0_first():
-        plans = [mix.plans(n, dtype, device, context_parallel) for mix in model.mixes() for n in contexts]
+        plans = [x.plans(n, dtype, device, context_parallel) for x in model.attentions() for n in contexts]
         reason = compare_plans(sum(plans, []), dtype, device, D)
     reason = ranks.first(reason)
     if reason:
@@ -66,7 +66,7 @@ def check_kernels_of_prompts(model):
     device = model.transformer.wte.weight.device
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else torch.float32
-    plans = [mix.prompt_plans(dtype, device) for mix in model.mixes()]
+    plans = [attention.prompt_plans(dtype, device) for attention in model.attentions()]
     if reason := compare_plans(sum(plans, []), dtype, device, model.config.head_dim):
         disable_kernels(reason)
         warn_once(f"attention runs without its Triton kernels, which fail on this machine: {reason}")

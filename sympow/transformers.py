@@ -28,7 +28,7 @@ from .attention.operator import sequences
 from .attention.operator.arguments import check_power
 from .attention.gates import alibi_slopes, gates_of_one, reset_gates
 from .attention.power import attend_causally
-from .attention.state import LayerState, attend_and_append
+from .attention.state import LayerState, attend_and_append, check_switch_over
 
 with_documents = WeakTensorKeyDictionary()  # position_ids: (its version, whether documents begin in them)
 registered = set()  # names that `register` has got
@@ -80,8 +80,7 @@ class PowerCache(Cache):
     """
 
     def __init__(self, switch_over="auto"):
-        if switch_over not in ("auto", "always", "never") and not (isinstance(switch_over, int) and switch_over > 0):
-            raise ValueError(f"switch_over must be auto, always, never or a positive number, got {switch_over!r}")
+        check_switch_over(switch_over)
         super().__init__(layer_class_to_replicate=partial(PowerLayer, switch_over))
 
     def bytes(self):

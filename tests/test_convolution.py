@@ -97,7 +97,7 @@ def test_its_inputs_count_once_as_memory_of_generation_and_hold_no_others(attent
         state = model.empty_state(1)
         if tokens:
             _, state = model.read(torch.zeros(1, tokens, dtype=torch.int64), state)
-        counts.append(generation_bytes(model.mixes(), state, 100, 2, torch.float32))
+        counts.append(generation_bytes(model.attentions(), state, 100, 2, torch.float32))
     assert counts[1][0] == counts[0][0] and counts[1][1] - counts[0][1] == 2 * 3 * 3 * 32 * 4
     for layer in state.layers if tokens else ():
         assert layer.conv_inputs.untyped_storage().nbytes() == layer.conv_inputs.nbytes
@@ -107,7 +107,7 @@ def test_its_inputs_count_once_as_memory_of_generation_and_hold_no_others(attent
 @torch.no_grad()
 def test_statistics_see_what_attention_sees(output_gate):
     model, ids = small("adaptive_power", n_layer=1, output_gate=output_gate), torch.randint(40, (1, 9))
-    queries, mix = [], model.mixes()[0]
+    queries, mix = [], model.attentions()[0]
     mix.power.register_forward_hook(lambda module, args, y: queries.append(args[0]))
     model.statistics(ids)
     assert len(queries) == 2 and torch.equal(*queries)

@@ -135,7 +135,7 @@ def test_a_rehearsal_leaves_the_inputs_of_the_convolution_as_they_were(attention
 def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
     """Tokens are the model's, for two samples of each sequence, and the state that was given does not change."""
     monkeypatch.setattr(state_of, "FLUSH_EVERY", 3)
-    monkeypatch.setattr(layers_module, "WINDOW_SPARE", 2)
+    monkeypatch.setattr(state_of, "WINDOW_SPARE", 2)
     pattern, settings, limits = MIXES[name]
     B = 2 if pattern == "softmax" or GPU else 1
     model = tiny(attention=pattern, n_layer=pattern.count(",") + 1, **settings)
@@ -158,7 +158,7 @@ def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
 @torch.inference_mode()
 def test_a_window_longer_than_the_text_takes_no_more_room_than_the_text():
     state, decoder = start(tiny(attention="softmax", window=10**6), 2, 30)
-    assert decoder.layers[0].cache.k.shape[1] == 4 + 30 + layers_module.WINDOW_SPARE
+    assert decoder.layers[0].cache.k.shape[1] == 4 + 30 + state_of.WINDOW_SPARE
     step_both(tiny(attention="softmax", window=10**6), state, decoder, 30)
 
 
@@ -331,8 +331,8 @@ def test_what_does_not_fit_is_refused_with_the_memory_of_layers_that_differ(monk
     monkeypatch.setattr(memory, "free_memory", lambda device: 2 * (power + 6 * token + 12 * token))
     start(model, 2, 8, 6)  # a state after 6 tokens in one layer, 12 tokens in the other
     for B, tokens, words in (
-        (3, 8, rf"3 samples need .* mostly states of {power:,} bytes .* num_samples=2 or .*switch_over=13 would fit"),
-        (9, 8, rf"9 samples need {9 * (power + 18 * token):,} bytes.* num_samples=2 would"),
+        (3, 8, rf"3 samples need .* mostly states of {power:,} bytes .* enough for 2: use fewer samples or tokens"),
+        (9, 8, rf"9 samples need {9 * (power + 18 * token):,} bytes.* enough for 2: "),
         (2, 200, "mostly keys and values of"),
     ):
         with pytest.raises(MemoryError, match=words):

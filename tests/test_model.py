@@ -15,6 +15,7 @@ from sympow.layers import loss as loss_module
 from sympow.layers import norm as norm_module
 from sympow.attention import ATTENTIONS
 from sympow.attention.gates import linear_fp32
+from sympow.attention.state import CachePolicy
 from sympow.model import GPT, GPTConfig
 
 KINDS = [(a, "auto") for a in ATTENTIONS] + [("conformal_sympow", "none"), ("conformal_sympow", "fixed")]
@@ -62,6 +63,30 @@ def test_reading_in_pieces_and_token_by_token_equals_reading_at_once(attention, 
     assert state.n_tokens == 150
     if default is not None:  # a layer with a KV cache
         assert (state.layers[0].power is not None) == (default == "auto")  # the flush did happen on the way
+
+
+@pytest.mark.parametrize(
+    "switch_over,settings,limit,room,state",
+    [
+        ("auto", {}, 2113, 1010, False),  # 2080 features, each of 65 numbers of 4 bytes; a token has 256
+        ("auto", dict(p=4), 778457, 1010, False),
+        ("auto", dict(p=(2, 4)), 780569, 1010, False),
+        ("auto", dict(state_dtype=torch.bfloat16), 1073, 1010, False),
+        ("auto", dict(has_state=True), 64, 64, True),
+        ("always", {}, 1, 10, True),
+        ("never", {}, math.inf, 1010, False),
+        (500, {}, 500, 500, True),
+        (500, dict(has_state=True), 64, 64, True),
+        (5, dict(has_state=True), 5, 10, True),
+        (30, dict(window=30), 94, 94, False),
+        (3000, dict(window=3000), 3064, 1074, False),
+    ],
+)
+def test_one_policy_decides_when_a_state_takes_the_place_of_a_cache(switch_over, settings, limit, room, state):
+    """With 10 cached tokens, after which 1,000 follow, in bfloat16 at head dimension 64."""
+    policy = CachePolicy(switch_over, **dict(p=2) | settings, D=64, E=64, itemsize=2)
+    assert (policy.limit, policy.room(10, 1000)) == (limit, room)
+    assert policy.bytes(10, 1000) == (268 * room, state * policy.bytes_of_state())
 
 
 @pytest.mark.parametrize("attention,gate", POWER)
@@ -236,7 +261,7 @@ def test_heads_may_have_any_even_dimension_and_the_paddings_logits_are_cut_off()
 @pytest.mark.parametrize(
     "settings,message",
     [
-        (dict(n_embd=100, n_head=12), "n_embd must be a multiple of n_head, got 100 and 12: n_head=10"),
+        (dict(n_embd=100, n_head=12), "n_embd must be a multiple of n_head, got 100 and 12; or set head_dim"),
         (dict(p=3), "p must be a positive even integer, got 3"),
         (dict(head_dim=15), "head_dim must be even"),
         (dict(n_kv_head=5), "n_head must be a multiple of n_kv_head, got 12 and 5"),

@@ -190,7 +190,7 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
 @pytest.mark.parametrize(
     "argv,message",
     [
-        (["--n_embd=33"], "n_embd must be a multiple of n_head, got 33 and 2: n_head="),
+        (["--n_embd=33"], "n_embd must be a multiple of n_head, got 33 and 2; or set head_dim"),
         (["--attention=sympow", "--p=3"], "p must be a positive even integer, got 3"),
         (
             ["--block_size=1024", "--tokens_per_step=4096"],
@@ -582,7 +582,7 @@ def test_the_kernels_that_are_compared_are_those_that_training_will_run(monkeypa
 
     def form(block_size, ranks=1, dtype=torch.bfloat16, **settings):
         model = train.GPT(train.GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=64, **settings))
-        (chosen,) = model.mixes()[0].plans(block_size, dtype, "cuda", ranks)
+        (chosen,) = model.attentions()[0].plans(block_size, dtype, "cuda", ranks)
         return chosen and chosen.size and chosen.size.form
 
     assert form(1024, attention="sympow_gating") == form(1024, 2, attention="conformal_sympow") == "quadratic"
@@ -599,7 +599,7 @@ def test_prompts_are_read_by_kernels_that_were_compared(monkeypatch):
     monkeypatch.setattr(machine, "disable_kernels", compared.append)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     model = train.GPT(train.GPTConfig(n_layer=3, n_head=1, n_embd=64, attention="sympow_gating,softmax,heinsen"))
-    plans = [mix.prompt_plans(torch.bfloat16, "cuda") for mix in model.mixes()]
+    plans = [mix.prompt_plans(torch.bfloat16, "cuda") for mix in model.attentions()]
     forms = [[chosen.size.form for chosen in plans] for plans in plans]
     assert forms == [["quadratic", "states"], [], ["heinsen"]]
     with pytest.warns(UserWarning, match="without its Triton kernels, which fail on this machine: wrong results"):

@@ -223,11 +223,11 @@ def split_context(model, layout, block_size, dtype, compiled):
     """
     if layout.context_size == 1:
         return False
-    mixes, device = model.mixes(), model.transformer.wte.weight.device
-    balanced = "balanced" in [mix.context_layout(mix.config, block_size, dtype, device) for mix in mixes]
+    attentions, device = model.attentions(), model.transformer.wte.weight.device
+    balanced = "balanced" in [x.context_layout(x.config, block_size, dtype, device) for x in attentions]
     context = Context(layout.mesh.get_group("context"), balanced, compiled)
-    for mix in mixes:
-        mix.context = context
+    for attention in attentions:
+        attention.context = context
     return balanced
 
 
@@ -235,12 +235,12 @@ def split_context(model, layout, block_size, dtype, compiled):
 def whole_sequences(model):
     """Let the model compute whole sequences, on this rank alone."""
     # a layer without a context stays as it is: an attribute that is set makes torch.compile compile anew
-    mixes = [mix for mix in model.mixes() if mix.context is not None]
-    context = mixes[0].context if mixes else None  # one for all layers
+    attentions = [attention for attention in model.attentions() if attention.context is not None]
+    context = attentions[0].context if attentions else None  # one for all layers
     try:
-        for mix in mixes:
-            mix.context = None
+        for attention in attentions:
+            attention.context = None
         yield
     finally:
-        for mix in mixes:
-            mix.context = context
+        for attention in attentions:
+            attention.context = context

@@ -1,8 +1,6 @@
 """Count the bytes of states and caches, and refuse, with that number, what would not fit into the device's memory."""
 
-import math
 import os
-from functools import partial
 
 import torch
 
@@ -18,16 +16,11 @@ def features(D, p):
 
 
 def state_bytes(rows, D, E, p, dtype=torch.float32):
-    """Return the bytes of the PowerState of p, or of a tuple of powers, for `rows` = B * Hkv sequences and heads."""
-    return rows * features(D, p) * (E + 1) * dtype.itemsize
+    """Return the bytes of the PowerState of p, or of a tuple of powers, for `rows` = B * Hkv sequences and heads.
 
-
-def switch_over_tokens(p, D, E, itemsize, dtype=torch.float32):
-    """Return how many tokens' keys and values take as much memory as a PowerState of `dtype`.
-
-    itemsize is the number of bytes of an entry of a key or value.
+    dtype: of S; z is in float32, or in this dtype if that is wider.
     """
-    return math.ceil(state_bytes(1, D, E, p, dtype) / ((D + E) * itemsize))
+    return rows * features(D, p) * (E * dtype.itemsize + max(4, dtype.itemsize))
 
 
 def check_state_fits(rows, D, E, p, dtype, device):
@@ -59,60 +52,38 @@ def check_chunks_fit(q, k, v, p, chunk):
         )
 
 
-def cached_bytes(config, p, layer, max_new_tokens, itemsize, state_dtype):
-    """Return the bytes of one sequence's (KV cache, PowerState) once a LayerState is `max_new_tokens` longer.
-
-    config is the layer's GPTConfig, p the power of its state or a tuple of powers, itemsize the bytes of a number in
-    the KV cache, state_dtype the dtype of S.
-    """
-    D, cached, tokens = config.head_dim, layer.cached_tokens, layer.cached_tokens + max_new_tokens
-    limit = layer.switch_over_limit(p, D, D, itemsize)
-    cache = config.n_kv_head * (2 * D * itemsize + 12) * int(max(cached, min(limit, tokens)))
-    if limit > tokens and not layer.power:
-        return cache, 0
-    return cache, config.n_kv_head * features(D, p) * (D * state_dtype.itemsize + 4)
-
-
-def generation_bytes(mixes, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
+def generation_bytes(attentions, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
     """Return [bytes of the KV caches, bytes of the states] of one sequence in all layers.
 
-    mixes are the Variants of the layers, state is the ModelState. Variant.generation_bytes has the other arguments.
+    attentions: the Variants of the layers; state: the ModelState. Variant.generation_bytes has the other arguments.
     """
     layers = [
-        mix.generation_bytes(layer, max_new_tokens, itemsize, state_dtype, switch_over)
-        for mix, layer in zip(mixes, state.layers)
+        attention.generation_bytes(layer, max_new_tokens, itemsize, state_dtype, switch_over)
+        for attention, layer in zip(attentions, state.layers)
     ]
-    c = mixes[0].config
+    c = attentions[0].config
     convolution = 4 * max(0, c.convolution - 1) * (c.n_head + 2 * c.n_kv_head) * c.head_dim
     cache, states = (sum(x) for x in zip(*layers))
-    return [cache, states + len(mixes) * convolution]
+    return [cache, states + len(attentions) * convolution]
 
 
-def check_generation_fits(mixes, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
+def check_generation_fits(attentions, state, max_new_tokens, num_samples, itemsize, state_dtype, device):
     """Raise MemoryError if the states of `num_samples` sequences would not fit once they are `max_new_tokens` longer.
 
-    mixes are the Variants of the model's layers, state is its ModelState, itemsize the bytes of a number in a KV cache,
-    state_dtype the dtype of S. The message names settings that would fit.
+    attentions: the Variants of the model's layers; state: its ModelState; itemsize: the bytes of a number in a KV
+    cache; state_dtype: the dtype of S.
     """
-    bytes_of_one = partial(generation_bytes, mixes, state, max_new_tokens, itemsize)
-    (cache, states), have = bytes_of_one(state_dtype), free_memory(device)
-    need = num_samples * (cache + states)
+    cache, states = generation_bytes(attentions, state, max_new_tokens, itemsize, state_dtype)
+    need, have = num_samples * (cache + states), free_memory(device)
     if need <= have:
         return
-    fits = have // (cache + states)
-    ways = [f"num_samples={fits}"] * (fits > 0)
-    if device.type == "cuda" and states and num_samples * sum(bytes_of_one(torch.bfloat16)) <= have:
-        ways.append("state_dtype=bfloat16")
-    longest = state.n_tokens + max_new_tokens + 1
-    if num_samples * sum(bytes_of_one(state_dtype, longest)) <= have:
-        ways.append(f"switch_over={longest}")
-    if not ways:
-        ways.append("a model of a smaller head dimension or p" if states >= cache else "fewer tokens")
     largest = f"states of {states:,} bytes" if states >= cache else f"keys and values of {cache:,} bytes"
-    c, powers = mixes[0].config, " and ".join(dict.fromkeys(str(mix.p) for mix in mixes))
+    c, powers = attentions[0].config, " and ".join(dict.fromkeys(str(x.p) for x in attentions))
     raise MemoryError(
         f"{num_samples} samples need {need:,} bytes, mostly {largest} each (p={powers}, head dimension {c.head_dim}, "
-        f"{len(mixes)} layers of {c.n_kv_head} heads), the device has {have:,} free: {' or '.join(ways)} would fit"
+        f"{len(attentions)} layers of {c.n_kv_head} heads), the device has {have:,} free, enough for "
+        f"{have // (cache + states)}: use fewer samples or tokens, or for states a larger switch_over or "
+        "state_dtype=bfloat16"
     )
 
 
