@@ -55,18 +55,19 @@ def layer_pattern(setting, text, choices, n_layer):
 
 
 def leading_layer(layers):
-    """Return the one of layers (a list of GPTConfigs) whose recipe all of them take.
+    """Return the layer, one of a list of GPTConfigs, that sets the recipe of all layers.
 
-    It is the first with a recipe of its own. Softmax layers follow the others.
+    It is the first with a recipe of its own, or the first. Softmax layers count only if there are no others.
     """
     leading = [layer for layer in layers if not ATTENTIONS[layer.attention].follows] or layers
     return next((layer for layer in leading if ATTENTIONS[layer.attention].recipe(layer) != RECIPE), leading[0])
 
 
 def join_positions(layers, leading=None):
-    """Return the value of the setting positions with which layers (a list of GPTConfigs) have theirs.
+    """Join the positions of layers (a list of GPTConfigs) to one value of the setting positions.
 
-    leading: the layer whose positions softmax layers have, or None. Raises ValueError for a table that some do not see.
+    leading: the layer from which softmax layers take theirs, or None. Raises ValueError if only some layers have
+    positions=learned, a table that all layers see.
     """
     places = [leading.positions if leading and ATTENTIONS[x.attention].follows else x.positions for x in layers]
     joined = ",".join(places if len({*places}) > 1 else places[:1])

@@ -104,7 +104,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def head_weight(embedding):
-    """Return the weight of an nn.Embedding, or all rows of what somebody has put in its place, such as LoRA."""
+    """Return the weight of an nn.Embedding, or all rows of a module in its place, such as LoRA's."""
     weight = embedding.weight
     if isinstance(embedding, torch.nn.Embedding):
         return weight

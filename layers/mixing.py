@@ -1,4 +1,4 @@
-"""How a layer mixes the tokens of a text: a convolution and a gate on the output may stand around its attention."""
+"""Run the parts of a layer that mix tokens: its convolution, its attention and the gate on the output."""
 
 from dataclasses import replace
 

@@ -27,10 +27,10 @@ def attend_in_window(q, k, v, window, resets=None):
     counts the token itself; resets [B, T] bool, or None: a token where it is true sees nothing before it.
     """
     n, T = q.shape[1], k.shape[1]
-    seen = min(T, n + window - 1)  # what is further back, no query sees
+    seen = min(T, n + window - 1)  # the last keys; no query sees earlier ones
     window = min(window, seen)  # flash counts in 32 bits
     k, v = k[:, T - seen :], v[:, T - seen :]
-    if resets is not None and seen < T:  # else all layers share one tensor, whose documents are found once
+    if resets is not None and seen < T:  # a whole tensor is shared by all layers: find_documents knows it already
         resets = resets[:, T - seen :]
     if n == 1 or not takes_flash(q, k, v):
         return _in_blocks(q, k, v, window, resets)
