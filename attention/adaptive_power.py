@@ -40,7 +40,7 @@ from .even_power import power_flops
 from .gates import linear_fp32, reset_gates
 from .operator.adaptive_forms import adaptive_attend
 from .operator.arguments import cast_to_autocast_dtype, check_gates, check_tensors
-from .operator.dispatch import Plan, Problem, plan
+from .operator.dispatch import Problem, plan
 from .operator.forms import PowerState, accumulation_dtype
 from .power import power_attention
 from .state import attend_to_state
@@ -186,19 +186,15 @@ class AdaptivePower(KVCacheVariant):
         powers = self.power(q)
         return {"power": powers.mean().item(), "power_std": powers.std(correction=0).item()}
 
-    def training_plan(self, block_size, dtype, device, ranks=1):
-        """Return the Plan of `continuous`, or for a mixture the Plan of its largest power."""
-        return self.plans(block_size, dtype, device, ranks)[-1]
-
     def plans(self, block_size, dtype, device, ranks=1):
         if not self.is_mixture:
-            return [Plan("quadratic", None, False)]  # a power for each token is computed in PyTorch
+            return []  # a power for each token is computed in PyTorch
         D, gated = self.config.head_dim, self.config.gated
         problems = [Problem(block_size, D, D, m, dtype, device, gated) for m in self.p]
         return [plan(problem, self.form, self.chunk_size, pieces=ranks) for problem in problems]
 
     def prompt_plans(self, dtype, device):
-        return self.plans(1, dtype, device) + self.plans(1, dtype, device, ranks=2) if self.is_mixture else []
+        return self.plans(1, dtype, device) + self.plans(1, dtype, device, ranks=2)
 
     def attention_flops(self, block_size, dtype, device):
         if not self.is_mixture:

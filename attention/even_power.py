@@ -36,10 +36,10 @@ class EvenPower(KVCacheVariant):
             return self.context.power_attention(q, k, v, log_g, **options), None
         return attend_causally(q, k, v, log_g, **options), None
 
-    def training_plan(self, block_size, dtype, device, ranks=1):
+    def plans(self, block_size, dtype, device, ranks=1):
         D = self.config.head_dim
         problem = Problem(block_size, D, D, self.p, dtype, device, self.config.gated)
-        return plan(problem, self.form, self.chunk_size, pieces=ranks)
+        return [plan(problem, self.form, self.chunk_size, pieces=ranks)]
 
     def prompt_plans(self, dtype, device):
         D = self.config.head_dim
@@ -48,7 +48,7 @@ class EvenPower(KVCacheVariant):
 
     def attention_flops(self, block_size, dtype, device):
         features = symmetric_power_dim(self.config.head_dim, self.p)
-        return power_flops(self.config, features, block_size, self.training_plan(block_size, dtype, device))
+        return power_flops(self.config, features, block_size, *self.plans(block_size, dtype, device))
 
 
 def power_flops(config, features, block_size, chosen):

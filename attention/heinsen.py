@@ -60,13 +60,14 @@ def heinsen_attention(
     form. resets [B, T] bool: a token where it is true sees nothing before it. initial_state: LogState of the tokens
     before. Under autocast q, k and v are first cast to its dtype, as for SDPA.
 
-    Sums are in float32 (float64 for float64 q) and exponents relative to prefix maxima, so that q and k may be of any
-    size up to 1e30, as exactly as q + k is held; on the kernels a row whose largest exponent is above 2e8 in size may
-    be NaN. A row changes no bit with later tokens. NaN or infinity in an input gives NaN in the rows that see it (on
-    the kernels, infinity in v stays infinity). A row without any weight, which only a state of zeros can give, is zero.
-    Log-values must be within 30 of zero, else float32 would lose small ones beside large ones: others are refused, for
-    which a GPU is waited for. With refuse=False, as in training, under torch.compile and in a CUDA graph the rows that
-    see such a value are NaN.
+    Sums are in float32 (float64 for float64 q). Exponents are relative to prefix maxima: q and k may be as large as
+    1e30, and y is as exact as the sums q + k are. On the kernels a row may be NaN if its largest exponent is above 2e8
+    or below -2e8. Later tokens change no bit of a row. A row that sees NaN or infinity is NaN (on the kernels, infinity
+    in v stays infinity). A row without any weight is zero; only a state of zeros has such rows.
+
+    Log-values must be from -30 to 30, because float32 loses small values beside larger ones. Others raise ValueError;
+    to find them, the host waits for the GPU. They are not looked for with refuse=False, as in training, under
+    torch.compile and in a CUDA graph: there the rows that see one are NaN.
 
     Returns y [B, n, H, E] in q's dtype, or (y, LogState after all tokens) with return_state. Differentiable in q, k, v
     and the state's S and z (m is a reference, which cancels). Raises ValueError for arguments that do not fit.
@@ -208,18 +209,18 @@ class Heinsen(Variant):
         y, sums = heinsen_attention(q, k, v, resets=resets, initial_state=sums, return_state=True, **self.settings)
         return y, HeinsenState(state.position + q.shape[1], *sums)
 
-    def training_plan(self, block_size, dtype, device, ranks=1):
+    def plans(self, block_size, dtype, device, ranks=1):
         form, D, dtype = self.config.form, self.config.head_dim, computed_dtype(dtype)
         if form in ("quadratic", "recurrent"):
-            return Plan(form, 1 if form == "recurrent" else None, False)
+            return [Plan(form, 1 if form == "recurrent" else None, False)]
         v_dtype = torch.float32 if IS_LOG[self.config.values] and dtype != torch.float64 else dtype
         if why_not("heinsen", device, dtype, D, D):
-            return Plan("chunked", self.config.chunk_size or CHUNK_SIZE, False)
+            return [Plan("chunked", self.config.chunk_size or CHUNK_SIZE, False)]
         size = Size("heinsen", dtype, backend.width("heinsen", dtype, D, D), v_dtype=v_dtype)
-        return Plan("chunked", KERNEL_BLOCK, True, size)
+        return [Plan("chunked", KERNEL_BLOCK, True, size)]
 
     def prompt_plans(self, dtype, device):
-        return [self.training_plan(1, dtype, device)]
+        return self.plans(1, dtype, device)
 
     def attention_flops(self, block_size, dtype, device):
-        return power_flops(self.config, self.config.head_dim, block_size, self.training_plan(block_size, dtype, device))
+        return power_flops(self.config, self.config.head_dim, block_size, *self.plans(block_size, dtype, device))

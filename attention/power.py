@@ -23,6 +23,7 @@ import math
 import torch
 
 from .embedding import symmetric_power_dim
+from .gates import reset_gates
 from .operator import backend, forms
 from .operator.arguments import (
     as_state,
@@ -39,7 +40,7 @@ from .operator.arguments import (
 from .operator.dispatch import Problem, plan
 from .operator.forms import PowerState, accumulation_dtype
 from .operator.memory import check_chunks_fit, check_state_fits
-from .operator.sequences import read_lengths, reset_gates, sequence_lengths, split_tokens, typical_length
+from .operator.sequences import read_lengths, sequence_lengths, sequence_starts, split_tokens, typical_length
 
 
 @warn_of_heads_first
@@ -184,7 +185,7 @@ def _attend_to_sequences(tensors, cu_seqlens, *, p, form, chunk_size, initial_st
         chosen = plan(problem, form, chunk_size)
         chosen = plan(problem._replace(T=T), chosen.form, chunk_size)
         if chosen.on_kernels or lengths is None:
-            return _attend((q, k, v, reset_gates(log_g, cu_seqlens, k)), chosen, p=p)
+            return _attend((q, k, v, reset_gates(sequence_starts(cu_seqlens, T), log_g, k)), chosen, p=p)
     options = dict(form=form, chunk_size=chunk_size, initial_state=initial_state, return_state=return_state)
     return _attend_one_by_one(tensors, lengths or read_lengths(cu_seqlens), p=p, **options)
 

@@ -66,25 +66,21 @@ class Softmax(KVCacheVariant):
     def recipe(cls, config):
         return RECIPE | dict(convolution=4)
 
-    def __init__(self, config):
-        super().__init__(config)
-        self.window = config.window
-
     def forward(self, x, qkv, resets=None, state=None):
         """Return (y [B, n, H, E], the state after the n tokens, or None without a state)."""
-        positions = self.positions(x, state)
+        positions, window = self.positions(x, state), self.config.window
         q, k, v = self.rotate(qkv, positions)
         if state is None and self.context is not None:
             return self.context.softmax_attention(q, k, v, reset_gates(resets, None, k)), None
-        if state is None and 0 < self.window < q.shape[1]:
-            return attend_in_window(q, k, v, self.window, resets), None
+        if state is None and 0 < window < q.shape[1]:
+            return attend_in_window(q, k, v, window, resets), None
         if state is None:
             y = softmax_attention(q, k, v) if resets is None else packed_softmax_attention(q, k, v, resets)
             return y, None
         state = state.append(k, v, reset_gates(resets, None, k), positions)
-        if self.window:
+        if window:
             resets = None if state.log_g is None else state.log_g[..., 0] == float("-inf")
-            return attend_in_window(q, state.k, state.v, self.window, resets), state.last(self.window)
+            return attend_in_window(q, state.k, state.v, window, resets), state.last(window)
         return softmax_attention(q, state.k, state.v, state.log_g), state
 
     @classmethod
@@ -94,6 +90,6 @@ class Softmax(KVCacheVariant):
         return super().context_layout(config, block_size, dtype, device)
 
     def attention_flops(self, block_size, dtype, device):
-        T, W = block_size, min(self.window or block_size, block_size)
+        T, W = block_size, min(self.config.window or block_size, block_size)
         pairs = W - W * W / (2 * T)  # of a token, on average: half of T without a window
         return 12 * pairs * self.config.n_head * self.config.head_dim

@@ -1,7 +1,7 @@
-"""The state of generation, from which a layer goes on without reading the earlier tokens again.
+"""Keep what a layer needs of earlier tokens, so that generation does not read them again.
 
-State is the contract between GPT and a layer's state; a ModelState holds those of all layers. Softmax and the power
-variants have a LayerState: a KV cache and, in variants with a recurrent form, a PowerState of the tokens before it.
+Each layer has a State, and a ModelState holds the States of all layers. For softmax and the power variants it is a
+LayerState: a KV cache and, in variants with a recurrent form, a PowerState of the tokens before the cached ones.
 
     state = LayerState.empty(batch, device)
     y, state = attend_and_append(q, k, v, log_g, positions, state, p=2)      # again and again, any number of tokens

@@ -27,7 +27,7 @@ from .rotary import rotate, rotation_of
 from .state import CachePolicy, LayerState, count_positions
 
 MOST_CONVOLVED = 64  # tokens of a convolution, which adds them up one after another
-# what settings that are "auto" are for most attentions (see Variant.recipe), and were before they could be "auto"
+# the values of "auto" for most attentions (see Variant.recipe), and the defaults of versions without "auto"
 RECIPE = dict(positions="rotary", gate_bias=6.9, convolution=0, output_gate=False)
 LEARNED_GATES = RECIPE | dict(gate_bias=3.0, convolution=4, output_gate=True)  # and for power attention with such gates
 
@@ -125,8 +125,10 @@ class Variant(nn.Module):
 
     @classmethod
     def recipe(cls, config):
-        """Return {name: value} of the settings in RECIPE, for a GPTConfig whose gate is chosen: what this attention
-        learns best with, which "auto" stands for."""
+        """Return {name: value} for the settings in RECIPE: the values of "auto", with which this attention learns best.
+
+        config: a GPTConfig. Its gate is chosen before.
+        """
         return RECIPE
 
     @classmethod
@@ -168,10 +170,12 @@ class Variant(nn.Module):
         return None
 
     def input_weight(self):
-        """Return weights [n, n_embd], or None. An attention that needs nothing of a layer's input x but its products
-        with a few vectors, for gates or positions, returns these, and all its functions get the products [B, T, n],
-        float32 or wider, in the place of x: one pass computes them, with LayerNorm's gain as a part of the weights. A
-        subclass that needs x itself returns None."""
+        """Return the weights W [n, n_embd] of its gates and positions, or None.
+
+        If W is returned, all functions here get x W^T [B, T, n], float32 or wider, in the place of the layer's input x
+        [B, T, n_embd]. The model computes it in one pass, with LayerNorm's gain as a part of W. A subclass that needs x
+        itself returns None.
+        """
         return None
 
     def forward(self, x, qkv, resets=None, state=None):
@@ -227,16 +231,12 @@ class Variant(nn.Module):
         Every evaluation logs, under each name, the list of the layers' numbers."""
         return {}
 
-    def training_plan(self, block_size, dtype, device, ranks=1):
-        """Return the dispatch.Plan by which training computes power attention, or None for another attention.
-
-        ranks: how many share a sequence of block_size tokens. Before training its kernels are compared with float64.
-        """
-        return None
-
     def plans(self, block_size, dtype, device, ranks=1):
-        """Return all Plans of training, where one call has several powers."""
-        return [self.training_plan(block_size, dtype, device, ranks)]
+        """Return the dispatch.Plans by which training computes attention, one for each power; none without kernels.
+
+        ranks: how many share a sequence of block_size tokens. Before training the kernels are compared with float64.
+        """
+        return []
 
     def prompt_plans(self, dtype, device):
         """Return the dispatch.Plans by which a text is read in pieces, with a state between them."""
@@ -269,19 +269,21 @@ class KVCacheVariant(Variant):
     """A Variant with a LayerState: a KV cache and, unless switch_over is "never", a PowerState before it."""
 
     switch_over = "never"
-    window = 0  # tokens that a token sees, itself among them; 0: all before it
 
     def empty_state(self, batch, device, switch_over=None):
         return LayerState.empty(batch, device, self.choose_switch_over(switch_over))
 
     def choose_switch_over(self, requested):
         """Return the switch_over of a LayerState: the requested one, or its own for None and if that is "never"."""
-        return self.window or (self.switch_over if self.switch_over == "never" else requested or self.switch_over)
+        if self.config.window or self.switch_over == "never":
+            return self.config.window or "never"
+        return requested or self.switch_over
 
     def cache_policy(self, state, itemsize, state_dtype=torch.float32):
         """Return the CachePolicy of a LayerState with a cache of numbers of so many bytes, and S in state_dtype."""
-        D = self.config.head_dim
-        return CachePolicy(state.switch_over, self.p, D, D, itemsize, state.S is not None, state_dtype, self.window)
+        c = self.config
+        sizes = c.head_dim, c.head_dim, itemsize
+        return CachePolicy(state.switch_over, self.p, *sizes, state.S is not None, state_dtype, c.window)
 
     def generation_bytes(self, state, max_new_tokens, itemsize, state_dtype, switch_over=None):
         if switch_over:

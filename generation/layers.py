@@ -171,13 +171,13 @@ class SoftmaxLayer(CachedLayer):
         b, cache = self.buffers, self.cache
         if b.config.reset_token < 0:
             cache = decode_cache.Cache(cache.k, cache.v, cache.gate_sums, None, cache.count)
-        sums, window = b.sums(self.parts, softmax=True), self.attention.window or decode_softmax.NO_WINDOW
+        sums, window = b.sums(self.parts, softmax=True), self.attention.config.window or decode_softmax.NO_WINDOW
         decode_softmax.attend_softmax(b.qkv, b.rotation, cache, sums, b.y, window)
 
     def flush_full(self, tokens_left):
         """Move the window to the front of the cache if that is full; the buffers stay."""
         if self.cached == self.limit:
-            window = self.attention.window
+            window = self.attention.config.window
             for x in self.cache[:4]:
                 x[:, :window] = x[:, -window:].clone()
             self.cached = window

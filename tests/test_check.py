@@ -79,7 +79,7 @@ def test_what_is_compared_is_what_will_be_run(on_gpu, monkeypatch):
     assert forms == ["quadratic", "states", "states", "quadratic", "chunked", "states", "states", "states"]
     compared = []
     monkeypatch.setattr(check, "compare", lambda sizes, device: compared.extend(sizes) or "wrong")
-    assert check.compare_plans([plans[0], None, plans[0]], torch.bfloat16, "cuda", 64) == "wrong"
+    assert check.compare_plans([plans[0], plans[0]], torch.bfloat16, "cuda", 64) == "wrong"
     assert [size.form for size in compared] == ["rotary", "cross_entropy", "quadratic"]
 
 
@@ -233,7 +233,7 @@ def test_training_in_float16_is_planned_as_it_is_computed_in_float32(attention, 
     mix = ATTENTIONS[config.attention](config)
     for block_size in (1024, 65536):
         half, single = ((block_size, dtype, "cuda") for dtype in (torch.float16, torch.float32))
-        assert mix.training_plan(*half) == mix.training_plan(*single)
+        assert mix.plans(*half) == mix.plans(*single)
         assert mix.attention_flops(*half) == mix.attention_flops(*single)
 
 

@@ -533,7 +533,7 @@ def test_kernels_are_compared_with_float64(monkeypatch, failing):
 def test_training_plans_name_the_kernels_that_it_will_use(kernels):
     bf16 = torch.bfloat16
     for values, v_dtype in (("signed", bf16), ("log", torch.float32)):
-        chosen = ATTENTIONS["heinsen"](heinsen_config(values=values)).training_plan(4096, bf16, "cuda")
+        (chosen,) = ATTENTIONS["heinsen"](heinsen_config(values=values)).plans(4096, bf16, "cuda")
         assert chosen.on_kernels and chosen.size == check.Size("heinsen", bf16, 16, v_dtype=v_dtype)  # padded from 8
 
 

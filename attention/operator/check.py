@@ -310,11 +310,11 @@ def compare(sizes, device="cuda"):
 def compare_plans(plans, dtype, device, D):
     """Return "" if the kernels of these Plans agree with float64 on a GPU, else one line that says what is wrong.
 
-    A Plan may be None. With them go the losses and the rotations of heads of D entries, in `dtype`.
+    With them go the losses and the rotations of heads of D entries, in `dtype`.
     """
     pointwise = Size("rotary", dtype, D), Size("cross_entropy", dtype)
     sizes = [size for size in pointwise if not why_not(size.form, device, dtype)]
-    sizes += [chosen.size for chosen in plans if chosen and chosen.size]
+    sizes += [chosen.size for chosen in plans if chosen.size]
     return compare(dict.fromkeys(sizes), device)
 
 

@@ -13,8 +13,6 @@ from itertools import pairwise
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import gates
-
 known_lengths = WeakTensorKeyDictionary()  # cu_seqlens: (its version, the lengths)
 
 
@@ -78,11 +76,6 @@ def split_tokens(tensors, lengths):
 def typical_length(lengths, T, N):
     """Return the mean length of N packed sequences, each token counted once. Unknown lengths (None) count as equal."""
     return max(1, T // N if lengths is None else round(sum(n * n for n in lengths) / T))
-
-
-def reset_gates(log_g, cu_seqlens, k):
-    """Return log_g [1, T, Hkv] with -inf at the first token of each sequence, and zeros elsewhere if it is None."""
-    return gates.reset_gates(sequence_starts(cu_seqlens, k.shape[1]), log_g, k)
 
 
 def sequence_starts(cu_seqlens, T):
