@@ -163,27 +163,6 @@ def flip_bits(path):
             yield position
 
 
-def damage(value, wrong_values=(None, True, -1, 10**12, 1.5, "x", [1], {}), path=()):
-    """Yield (path, wrong value, copy of a JSON object or list) for each wrong value in the place of each field.
-
-    path: the keys that lead to the field. A wrong value of ... leaves the field out.
-    """
-    for key in value if isinstance(value, dict) else range(len(value)):
-        for wrong in (*wrong_values, ...):
-            if (type(wrong), wrong) == (type(value[key]), value[key]):
-                continue
-            damaged = value.copy()
-            damaged[key] = wrong
-            if wrong is ...:
-                del damaged[key]
-            yield (*path, key), wrong, damaged
-        if isinstance(value[key], dict | list):
-            for inner_path, wrong, inner in damage(value[key], wrong_values, (*path, key)):
-                damaged = value.copy()
-                damaged[key] = inner
-                yield inner_path, wrong, damaged
-
-
 def verify(dataset):
     """Assert that the shards of a Dataset are what was written."""
     from sympow.data.files import sha256_of

@@ -4,13 +4,11 @@ import json
 import os
 import shutil
 import socket
-import weakref
 
 import pytest
 import tiktoken
 import torch
-from helpers import damage, SMALL, byte_encoding, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
-from safetensors import SafetensorError
+from helpers import SMALL, byte_encoding, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
 from safetensors.torch import save_file
 from test_model import tiny
 
@@ -18,9 +16,7 @@ from sympow.generation import generate as generate_module
 from sympow import sample
 from sympow import train
 from sympow.data.text import prepare
-from sympow.data.tokenizer import Tokenizer
 from sympow.generation.generate import Timings, generate, read_prompt, sample_next_token
-from sympow.model import GPT, GPTConfig
 from sympow.runs import checkpoint
 from sympow.generation import state_file
 
@@ -89,15 +85,6 @@ def test_p4_at_head_dimension_64_reads_keys_and_values_and_makes_no_state():
     assert timings.state_bytes < 30 * 2 * 2 * 2 * 64 * 4 + 100  # a state would take 800 MB
 
 
-@pytest.mark.parametrize("attention", ["sympow_gating", "conformal_sympow"])
-def test_a_thousand_tokens_of_an_untrained_model_decode(attention):
-    model = GPT(GPTConfig(vocab_size=257, n_layer=1, n_head=2, n_embd=32, attention=attention)).eval()
-    tokenizer = Tokenizer("bytes")
-    for ids in sampled(model, [256], max_new_tokens=50, num_samples=20, temperature=1.0, top_k=0):
-        stream = tokenizer.stream()
-        assert "".join(map(stream.feed, ids)) + stream.flush() == tokenizer.decode(ids)
-
-
 # ---- the program
 
 
@@ -109,7 +96,7 @@ def runs(dataset, tmp_path_factory):  # noqa: F811
         patch.chdir(folder)
         for name, attention in (("a", "conformal_sympow"), ("b", "softmax")):
             args = [*SMALL, f"--dataset={dataset}", f"--attention={attention}", f"--out_dir=out/{name}"]
-            assert call(train.main, *args, "--max_iters=30", "--eval_interval=30") == 0
+            assert call(train.main, *args, "--max_iters=5", "--eval_interval=5") == 0
         os.utime(checkpoint.newest("out/a"), (1, 1))
     return folder
 
@@ -120,19 +107,12 @@ def go(runs, monkeypatch):
     return lambda *argv: call(sample.main, *argv)
 
 
-def test_only_what_is_read_is_hashed(go, monkeypatch, capsys):
-    hashed, real = [], checkpoint.sha256_of
-    monkeypatch.setattr(checkpoint, "sha256_of", lambda path: hashed.append(os.path.basename(path)) or real(path))
-    assert go("--out_dir=out/a", "--max_new_tokens=1") == 0
-    assert sorted(hashed) == ["model.safetensors", "progress.json"]  # not Adam's state, which is twice as large
-
-
 @pytest.mark.parametrize(
     "argv,run",
     [
         ([], "out/b, softmax: prompt"),  # the newest run
         (["--json", "False", "out/a", "--temperature=0"], "out/a, conformal_sympow: prompt"),
-        (["--out_dir=out/a/ckpt/step_00000030"], "out/a, conformal_sympow: prompt"),
+        (["--out_dir=out/a/ckpt/step_00000005"], "out/a, conformal_sympow: prompt"),
     ],
 )
 def test_a_run_or_a_checkpoint_gives_one_sample(go, capsys, argv, run):
@@ -151,19 +131,6 @@ def test_the_prompt_comes_first_from_text_or_file(go, capsys, tmp_path):
     assert outs[0].startswith("grüße ") and outs[0] == outs[1]
     assert go("--prompt=FILE:nowhere") == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_any_length_at_which_a_state_is_made_gives_the_same_text(go, capsys):
-    outs = []
-    for setting in ("--switch_over=0", "--switch_over=10", "--form=recurrent"):
-        assert go("--out_dir=out/a", "--prompt=line 3", "--max_new_tokens=60", setting, "--temperature=0") == 0
-        outs.append(capsys.readouterr())
-    assert outs[0].out == outs[1].out == outs[2].out
-    assert "of fixed size from 10 tokens on" in outs[1].err and "of fixed size from 1 tokens on" in outs[2].err
-    assert go("--out_dir=out/b", "--form=recurrent") == 2
-    assert (
-        "attention=softmax takes no form=recurrent: it has no KV cache that becomes a state" in capsys.readouterr().err
-    )
 
 
 def test_several_samples_are_separated_and_json_comes_last(go, capsys):
@@ -189,6 +156,7 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
         ([f"--prompt=FILE:{'a' * 300}"], "File name too long"),
         ([f"--out_dir={'a' * 300}"], "no checkpoint in aaa"),
         (["--top_p=0"], "top_p must be in (0, 1], got 0.0"),
+        (["--out_dir=out/b", "--form=recurrent"], "attention=softmax takes no form=recurrent: it has no KV cache that"),
         (["--form=fast"], "form must be one of auto, recurrent, got 'fast'"),
         (["--out_dir=out/none"], "no checkpoint in out/none: there is one in out/b, out/a"),
         (["--load_state=out"], "cannot resume from out: it is not a file"),
@@ -249,30 +217,6 @@ def test_a_saved_state_goes_on_where_it_was(attention, switch_over, tmp_path):
             assert sampled(model, prompt, max_new_tokens=40, prefix=state_file.load_state(file, model)) == samples
 
 
-def test_a_loaded_state_is_freed_before_tokens_are_generated(go, monkeypatch, tmp_path, capsys):
-    """It may take a good part of a GPU's memory, and generation has a state of its own by then."""
-    file, loaded, alive = str(tmp_path / "a.state"), [], []
-    assert go("--prompt=line 1", f"--save_state={file}", "--max_new_tokens=0", "--out_dir=out/a") == 0
-    report = capsys.readouterr().err
-    assert f"wrote {file}\n" in report and " tokens/s, state " in report and ", then " not in report
-
-    def load(*args):
-        prefix = state_file.load_state(*args)
-        loaded.append(weakref.ref(prefix[1]))
-        return prefix
-
-    def record(*args, **options):
-        alive.append(loaded[0]() is not None)
-        return sample_next_token(*args, **options)
-
-    monkeypatch.setattr(sample, "load_state", load)
-    monkeypatch.setattr(generate_module, "sample_next_token", record)
-    assert go(f"--load_state={file}", "--prompt= and", "--max_new_tokens=3", "--out_dir=out/a") == 0
-    assert alive == [False] * 3 and "conformal_sympow: prompt" in capsys.readouterr().err
-    assert go(f"--load_state={file}", "--max_new_tokens=3", "--out_dir=out/a") == 0
-    assert "prompt" not in capsys.readouterr().err  # which had nothing to read
-
-
 def test_another_models_state_is_refused_with_the_reason(tmp_path):
     model, changed, file = small("sympow"), small("sympow"), tmp_path / "read.state"
     save(model, [256, 10], file)
@@ -292,7 +236,7 @@ def test_a_flipped_bit_anywhere_in_a_state_is_refused(tmp_path):
     model, file = small("sympow_gating", n_layer=1), tmp_path / "read.state"
     save(model, [256, 10], str(file))
     raw = file.read_bytes()
-    for i in [*range(0, len(raw), 7), len(raw) - 1]:
+    for i in [*range(0, len(raw), 19), len(raw) - 1]:
         damaged = bytearray(raw)
         damaged[i] ^= 1 << i % 8
         file.write_bytes(damaged)
@@ -300,22 +244,27 @@ def test_a_flipped_bit_anywhere_in_a_state_is_refused(tmp_path):
             state_file.load_state(str(file), model)
 
 
+def write_state(file, tensors, text, version="1"):
+    """Write a state file of any contents, with the sha256 that it would have."""
+    metadata = {"version": version, "description": text, "sha256": state_file.hash_tensors(tensors, text)}
+    save_file(tensors, file, metadata=metadata)
+
+
 @pytest.mark.parametrize(
-    "description,message",
+    "text,version,message",
     [
-        ("[" * 100_000 + "]" * 100_000, "its description is not what was written"),
-        ("{", "its description is not what was written"),
-        ("[]", "its states are not those of"),
-        ('{"model": {}}', "another model: vocab_size=50257 there"),
+        ("[" * 100_000 + "]" * 100_000, "1", "its description is not what was written"),
+        ("{", "1", "its description is not what was written"),
+        ("[]", "1", "its states are not those of"),
+        ('{"model": {}}', "1", "another model: vocab_size=50257 there"),
+        ("{}", "2", "version 2: sample.py --save_state writes version 1"),
     ],
 )
-def test_settings_of_a_state_that_cannot_be_read_are_refused(description, message, tmp_path):
-    model, file = small("sympow_gating"), str(tmp_path / "read.state")
-    tensors = {"logits": torch.zeros(1, 257)}
-    checksum = state_file.hash_tensors(tensors, description)
-    save_file(tensors, file, metadata={"version": "1", "description": description, "sha256": checksum})
+def test_a_state_of_another_version_or_model_is_refused(text, version, message, tmp_path):
+    file = str(tmp_path / "read.state")
+    write_state(file, {"logits": torch.zeros(1, 257)}, text, version)
     with pytest.raises(ValueError, match=message):
-        state_file.load_state(file, model)
+        state_file.load_state(file, small("sympow_gating"))
 
 
 @pytest.mark.parametrize(
@@ -327,37 +276,23 @@ def test_a_state_of_other_tensors_than_the_model_has_is_refused(attention, switc
     model, file = small(attention, n_layer=1, **settings), str(tmp_path / "read.state")
     save(model, [256, 10, 20], file, switch_over)
     tensors, description = state_file.read_file(file)
-    cases = [(path, tensors, wrong) for path, value, wrong in damage(description) if wrong_in_a_state(path, value)]
+    cases = [
+        (tensors, {**description, key: wrong})
+        for key, value in description.items()
+        for wrong in (None, True, -1, 1.5, "x", [1])
+        if key not in ("run", "model", "code") and wrong != value
+    ]
     for name, x in tensors.items():
         others = {key: y for key, y in tensors.items() if key != name}
         wrong = [x.to(torch.int32), x.half(), x.unsqueeze(-1), x - torch.inf if "position" in name else x * torch.nan]
         wrong += [torch.cat((x, x), dim) for dim in range(x.dim())]
-        cases += [(name, others, description), (name, {**others, f"{name}s": x.clone()}, description)]
-        cases += [(name, {**others, name: y}, description) for y in wrong if x.is_floating_point()]
-    for case, tensors, description in cases:
-        text = json.dumps(description)
-        metadata = {"version": "1", "description": text, "sha256": state_file.hash_tensors(tensors, text)}
-        save_file(tensors, file, metadata=metadata)
+        cases += [(others, description), ({**others, f"{name}s": x.clone()}, description)]
+        cases += [({**others, name: y}, description) for y in wrong if x.is_floating_point()]
+    for tensors, description in cases:
+        write_state(file, tensors, json.dumps(description))
         with pytest.raises(ValueError):
             state_file.load_state(file, model)
-            pytest.fail(f"{case}: {description}")
-
-
-def wrong_in_a_state(path, value):
-    """Return True if a state cannot have this value.
-
-    Its run may be any text, its code any record, and settings that are left out have a default.
-    """
-    has_default = len(path) > 1 and value in (..., {})
-    return path[0] not in ("run", "model", "code") and not has_default and value != 10**12
-
-
-@pytest.mark.parametrize("version", [None, "0", "2"])
-def test_a_state_of_another_version_is_refused_by_its_name(version, tmp_path):
-    model, file = small("sympow_gating"), str(tmp_path / "read.state")
-    save_file({"logits": torch.zeros(1, 257)}, file, metadata={"version": version} if version else {})
-    with pytest.raises(ValueError, match=f"version {version}: sample.py --save_state writes version 1"):
-        state_file.load_state(file, model)
+            pytest.fail(f"{tensors.keys()}: {description}")
 
 
 def test_a_document_is_read_once_and_asked_twice(go, capsys, tmp_path):
@@ -381,29 +316,7 @@ def test_a_document_is_read_once_and_asked_twice(go, capsys, tmp_path):
     assert go("--max_new_tokens=0", "--out_dir=out/a") == 2
 
 
-def test_a_state_that_could_not_be_written_leaves_nothing(go, tmp_path, monkeypatch):
-    def write_half(tensors, path, metadata):
-        with open(path, "w") as f:
-            f.write("half")
-        raise SafetensorError("I/O error: File too large (os error 27)")
-
-    monkeypatch.setattr(state_file, "save_file", write_half)
-    (tmp_path / "a.state").write_text("the state before")
-    with pytest.raises(OSError, match=f"^cannot write {tmp_path}/a.state: I/O error: File too large"):
-        go(f"--save_state={tmp_path}/a.state", "--max_new_tokens=0", "--out_dir=out/a")
-    assert os.listdir(tmp_path) == ["a.state"] and (tmp_path / "a.state").read_text() == "the state before"
-
-
 def test_weights_that_give_no_finite_logits_are_named(go, monkeypatch):
     logits = torch.full((1, 257), torch.nan)
     monkeypatch.setattr(sample, "read_prompt", lambda *args, **options: (logits, None))
     assert "no finite logits" in go("--out_dir=out/a", "--max_new_tokens=5")
-
-
-@pytest.mark.parametrize("file,text", [("config.json", "{}"), ("config.json", "[" * 100_000), ("tokenizer.json", "{")])
-def test_a_run_with_a_damaged_file_is_refused_by_its_name(go, capsys, tmp_path, file, text):
-    shutil.copytree("out/a", tmp_path / "damaged")
-    (tmp_path / "damaged" / file).write_text(text)
-    assert go(f"--out_dir={tmp_path}/damaged") == 2
-    error = capsys.readouterr().err
-    assert f"damaged/{file}" in error and error.count("\n") == 1
