@@ -360,7 +360,7 @@ def test_errors_of_the_network_are_tried_again_with_back_off(tmp_path, monkeypat
     array = longcrawl64.Zarr(f"file://{tmp_path}/train.zarr", LENGTH)
     assert np.array_equal(array.read(0, 2), arrays["train"][:2]) and seconds == [1, 2, 4]
     failures += [TimeoutError() for _ in range(99)]
-    with pytest.raises(TimeoutError):
+    with pytest.raises(DataError, match="TimeoutError"):
         array.read(0, 2)
     assert len(seconds) == 3 + 9 and max(seconds) == 60
 
