@@ -1,28 +1,21 @@
 """Preparing loses nothing: neither the dataset that was there, nor files of others, nor text that was given."""
 
-import errno
 import fcntl
-import importlib
-import io
 import itertools
 import json
 import os
-import pty
-import re
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 from helpers import ROOT, byte_encoding, verify
 from test_data import all_tokens, prepare_content, prepare_text, shown, write
 
-from sympow.data import DataError, command, progress
+from sympow.data import DataError, command
 from sympow.data.corpus import find_files, plan_units
 from sympow.data.dataset import Dataset
-from sympow.data.files import write_atomically
 from sympow.data.meta import read_meta, write_meta
 from sympow.data.shards import Unit, is_complete, write_dataset
 from sympow.data.split import Stream
@@ -36,37 +29,6 @@ def contents(folder):
 
 
 # the dataset that was there
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "full")])
-@pytest.mark.parametrize(
-    "file, calls",
-    [("train_00000.bin", [0, 1, 2]), ("val_00000.bin", [2]), ("meta.json", []), ("tokenizer.json", [0, 1, 2])],
-)
-def test_a_prepare_that_fails_leaves_the_old_dataset_as_it_was(tmp_path, monkeypatch, error, file, calls):
-    write(tmp_path / "set")
-    old = contents(tmp_path / "set")
-
-    def failing(path, data):
-        if path.endswith(file):
-            raise error
-        write_atomically(path, data)
-
-    for module in ("shards", "files", "tokenizer"):
-        monkeypatch.setattr(f"sympow.data.{module}.write_atomically", failing)
-    for name in ("set", "new"):
-        with pytest.raises(error if isinstance(error, type) else type(error)):
-            write(tmp_path / name, train=(7, 2), length=8)
-    monkeypatch.undo()
-    after = contents(tmp_path / "set")
-    assert {name: after[name] for name in old} == old
-    assert all(name.startswith("unfinished/") for name in set(after) - set(old))
-    assert (tmp_path / "new").exists() == (tmp_path / "set" / "unfinished").exists() == (len(calls) < 3)
-    train, _ = write(tmp_path / "set", train=(7, 2), length=8, calls=(done := []))
-    assert done == calls
-    assert np.array_equal(Dataset(tmp_path / "set").read("train", 0, 72), train.ravel())
-    names = {"meta.json", "tokenizer.json", "train_00000.bin", "train_00001.bin", "val_00000.bin"}
-    assert set(contents(tmp_path / "set")) == names
 
 
 CALLS = ("replace", "remove", "unlink", "rmdir", "mkdir")
@@ -234,7 +196,7 @@ def test_files_of_others_in_a_dataset_of_ours_stay(tmp_path):
     assert contents(tmp_path) == files_before
 
 
-def test_a_damaged_meta_json_is_made_again(tmp_path, capsys):
+def test_a_damaged_meta_json_is_made_again_and_an_unfinished_dataset_with_damaged_files_starts_over(tmp_path, capsys):
     write(tmp_path)
     files_before = contents(tmp_path)
     for damaged in ("{", "[" * 100_000):
@@ -243,22 +205,13 @@ def test_a_damaged_meta_json_is_made_again(tmp_path, capsys):
         assert "is not complete" in capsys.readouterr().out
         write(tmp_path)
         assert contents(tmp_path) == files_before
-
-
-@pytest.mark.parametrize("name", ["meta.json", "progress.json"])
-def test_damaged_files_of_an_unfinished_dataset_start_over(tmp_path, name):
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, fail_at=2)
-    (tmp_path / "unfinished" / name).write_text("{")
-    assert not is_complete(tmp_path, {})
-    write(tmp_path)
-    verify(Dataset(tmp_path))
-
-
-def test_half_a_surrogate_pair_in_a_message_is_printed(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "stdout", open(1, "w", encoding="utf-8", closefd=False))
-    command.run(lambda argv: print("\ud800"))
-    assert capfd.readouterr().out == "?\n"
+    for name in ("meta.json", "progress.json"):
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path / "new", fail_at=2)
+        (tmp_path / "new/unfinished" / name).write_text("{")
+        assert not is_complete(tmp_path / "new", {})
+    write(tmp_path / "new")
+    verify(Dataset(tmp_path / "new"))
 
 
 def test_a_dataset_behind_a_link_is_read_and_written(tmp_path):
@@ -394,50 +347,6 @@ def run_text(tmp_path, shell="", **options):
     return subprocess.run(["bash", "-c", f"{shell.format(script=script) or script}"], cwd=ROOT, **options)
 
 
-def test_progress_is_a_bar_on_a_terminal_even_of_no_width_and_lines_elsewhere(tmp_path):
-    done = run_text(tmp_path, capture_output=True)
-    assert done.returncode == 0 and done.stderr == b"" and b"\r" not in done.stdout
-    terminal, end = pty.openpty()  # of 0 columns
-    (tmp_path / "2").mkdir()
-    done = run_text(tmp_path / "2", stdout=subprocess.PIPE, stderr=end)
-    os.close(end)
-    printed = b""
-    try:
-        while piece := os.read(terminal, 10_000):
-            printed += piece
-    except OSError:  # all that was written has been read
-        pass
-    assert done.returncode == 0 and b"100%" in printed and b"Traceback" not in printed
-    os.close(terminal)
-
-
-def test_a_step_of_preparing_that_takes_long_shows_a_line(tmp_path, monkeypatch, capsys):
-    """Each slow step goes on when its line is there."""
-    source, errors = tmp_path / "a.txt", io.StringIO()
-    source.write_text("one word after another " * 1000)
-    monkeypatch.setattr(sys, "stderr", errors)
-    monkeypatch.setattr(progress, "FIRST_LINE", 0.1)
-
-    def wait_in(function, line):
-        module, _, name = function.rpartition(".")
-        original = getattr(importlib.import_module(module), name)
-
-        def slow(*args):
-            deadline = time.monotonic() + 600
-            while not re.search(line, errors.getvalue()):
-                assert time.monotonic() < deadline, errors.getvalue()
-                time.sleep(0.01)
-            return original(*args)
-
-        monkeypatch.setattr(function, slow)
-
-    wait_in("sympow.data.tokenizer.train_byte_pairs", r"training the tokenizer: 00:0\d\n")
-    wait_in("sympow.data.corpus._rows", r"out:   0%.* 0/2 \[00:0\d<.*shard/s\]\n")
-    monkeypatch.setattr("sympow.data.shards.STARTED", time.monotonic() - 1000)
-    text.main([str(source), f"--out={tmp_path / 'out'}", "--tokenizer=bpe:300"])
-    assert re.search(r"out is complete: .* \(10\d\d\.\d s\)\n", capsys.readouterr().out)  # since the program began
-
-
 @pytest.mark.parametrize(
     "shell, message",
     [
@@ -455,9 +364,3 @@ def test_a_disk_or_pipe_that_takes_no_more_is_one_line(tmp_path, shell, message)
     assert done.stderr.count(b"\n") <= 1
     assert not (tmp_path / "out" / "unfinished").exists()
     assert message != b"File too large" or not (tmp_path / "out").exists()
-
-
-def test_a_dataset_without_a_row_leaves_nothing(tmp_path):
-    with pytest.raises(DataError, match="no whole row"):
-        write(tmp_path / "new", val=0)
-    assert not (tmp_path / "new").exists()
