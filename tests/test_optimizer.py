@@ -1,7 +1,6 @@
 """The optimizers and the schedules."""
 
 import math
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -111,24 +110,6 @@ def test_a_checkpoint_of_muon_has_all_of_its_state(tmp_path):
         step(*pair)
     assert all(map(torch.equal, everything(*pairs[0]), everything(*pairs[1])))
     assert pairs[0][0].state_dict().keys() == make("adamw")[0].state_dict().keys()
-
-
-@pytest.mark.parametrize("extra", [
-    ["--schedule=wsd", "--decay_share=0.5", "--weight_decay=0.1", "--dropout=0.1"],
-    ["--schedule=cosine", "--dtype=bfloat16"],
-])  # fmt: skip
-def test_a_run_that_was_cut_goes_on_with_the_same_bits(go, extra):
-    extra = ["--optimizer=muon", "--attention=sympow_gating", "--max_iters=4", "--eval_interval=2", *extra]
-    extra += ["--warmup_iters=1"]
-    assert go(*extra, "--out_dir=out/whole") == 0
-    shutil.copytree("out/whole", "out/cut")
-    shutil.rmtree("out/cut/ckpt/step_00000004")
-    assert go(*extra, "--out_dir=out/cut") == 0
-    for key in ("train_loss", "val_loss", "grad_norm", "lr"):
-        assert metrics("out/cut", key) == metrics("out/whole", key)
-    files = [f"out/{name}/ckpt/step_00000004/model.safetensors" for name in ("whole", "cut")]
-    assert open(files[0], "rb").read() == open(files[1], "rb").read()
-    assert metrics("out/cut", "val_loss")[4] < metrics("out/cut")[1]
 
 
 @pytest.mark.slow
