@@ -3,7 +3,6 @@ up."""
 
 import atexit
 import json
-import math
 import os
 import signal
 import subprocess
