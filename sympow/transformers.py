@@ -256,7 +256,7 @@ def attend(module, query, key, value, attention_mask, *, p, gate, **options):
     if cu_seq_lens_q is not None:
         if layer is not None or len(q) > 1 or n < m:
             raise ValueError(f"cu_seq_lens_q needs a batch of 1 and no cache, got {[*q.shape]} queries, {m} keys")
-        log_g = sequences.reset_gates(log_g, cu_seq_lens_q, k)
+        log_g = reset_gates(sequences.sequence_starts(cu_seq_lens_q, m), log_g, k)
     elif position_ids is not None:
         starts = document_starts(position_ids, n, None if seen is None else seen[:, -n:])
         if n < m and layer is None:
