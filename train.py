@@ -11,6 +11,7 @@ config.json, metrics.jsonl, the tokenizer and ckpt/. The same command again resu
 
 import math
 import os
+import signal
 import sys
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -30,7 +31,7 @@ from sympow.runs.program import refuse
 from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, fields_of, read_settings
 from sympow.training.batches import count_epochs, examine, format_losses, mean_losses, micro_batches
 from sympow.training.optimizer import OPTIMIZERS, SCHEDULES, describe_jump, learning_rate, make_optimizer, take_step
-from sympow.training.plan import Plan, describe_run, make_networks, make_plan, reason_to_stop, resume_hint
+from sympow.training.plan import Plan, describe_run, make_networks, make_plan, resume_hint
 from sympow.training.stages import enter_stage, refuse_moved_stages, rehearse
 
 
@@ -73,7 +74,6 @@ class TrainConfig:
     eval_tokens: int = 1048576  # an evaluation reads the first so many tokens of the held-out split
     eval_only: bool = False  # evaluate and stop
     log_interval: int = 10  # steps between lines of metrics.jsonl
-    profile: int = 0  # write a trace of this step for Perfetto into out_dir, and log what costs most; 0: none
     sample_tokens: int = 100  # generated at every evaluation, into samples.jsonl; 0: none
     always_save_checkpoint: bool = True  # at every evaluation; False: when the validation loss is the best so far
     wandb: str = "auto"  # auto: online if there is a key, else offline; online, offline, disabled
@@ -125,7 +125,7 @@ def main():
         if not run.plan.cfg.eval_only:
             train(run)
         elif evaluate(run) is None:
-            raise Failed(f"the evaluation is not finished: {reason_to_stop(run)}")
+            raise Failed(f"the evaluation is not finished: {reason_to_stop(run.plan.cfg, run.progress, run.signal)}")
         run.writer.wait()
         ranks.leave()
         if run.tracker:
@@ -191,7 +191,7 @@ def train(run):
     run.clock.start_lap(progress.step)
     with closing(Display(cfg, progress.step, plan.device, shown=ranks.master)) as display:
         while True:
-            end = reason_to_stop(run)
+            end = reason_to_stop(cfg, progress, run.signal)
             due = bool(end) or progress.step % cfg.eval_interval == 0
             count_skipped(run, grad_norm, due, end)
             if loss is not None:  # else no step has been taken, or a signal came within it
@@ -210,8 +210,7 @@ def train(run):
                 progress.stages, first_of_stage = enter_stage(plan.stages, number, progress), True
                 run.clock.start_lap(progress.step)
                 ranks.log(f"after step {progress.step}: context {plan.stages[number].block_size:,}")
-            with machine.profile_step(cfg, progress.step + 1, plan.device, ranks):
-                loss, grad_norm, batch = train_step(run, batch, batches)
+            loss, grad_norm, batch = train_step(run, batch, batches)
             run.writer.check()
     if progress.step == first_step and not run.signal:
         ranks.log(f"{cfg.out_dir} is trained: {progress.step} steps in {progress.seconds:.0f} s, {end}")
@@ -220,6 +219,17 @@ def train(run):
     if run.signal and progress.step and not run.unsaved:
         run.writer.wait()
         ranks.log(f"saved step {progress.step}; {resume_hint(cfg)}")
+
+
+def reason_to_stop(cfg, progress, number=0):
+    """Return a text that names the limit, or the signal with this number, that ends training; "" without any."""
+    if number:
+        return f"{signal.Signals(number).name} was received"
+    if progress.step >= cfg.max_iters:
+        return f"max_iters={cfg.max_iters} is reached"
+    if 0 < cfg.max_seconds <= progress.seconds:
+        return f"max_seconds={cfg.max_seconds:g} is reached"
+    return ""
 
 
 def train_step(run, batch, batches):
@@ -320,7 +330,8 @@ def evaluate_and_save(run):
         run.writer.wait()  # a kill finds at most one evaluation without a checkpoint
         val_loss = evaluate(run)
         agree(run)
-    end, finite = reason_to_stop(run), math.isfinite(val_loss or 0.0)  # None: it was not evaluated
+    end = reason_to_stop(run.plan.cfg, progress, run.signal)
+    finite = math.isfinite(val_loss or 0.0)  # None: it was not evaluated
     if end and not finite:
         raise Failed(f"the validation loss of step {progress.step}, the last, is {val_loss}: it is not saved")
     chosen = run.signal or progress.best_step == progress.step or run.plan.cfg.always_save_checkpoint

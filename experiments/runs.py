@@ -33,7 +33,7 @@ from sympow.runs import checkpoint
 from sympow.runs.folder import fingerprint
 from sympow.runs.program import Parser, refuse
 from sympow.runs.starts import environment
-from sympow.training.plan import reached_limit
+from sympow.train import reason_to_stop
 
 CONTEXT, WINDOW, LONG = 4096, 2048, 65536  # tokens of training, of a window of softmax, and of long texts
 BOUNDS = (256, 4096, 16384, 65536)  # of the positions that are averaged
@@ -310,7 +310,7 @@ def is_complete(run):
     if "max_iters" not in run.settings:
         return True
     progress = checkpoint.read_progress(checkpoint.newest(run.folder))
-    return bool(reached_limit(SimpleNamespace(**run.settings), progress))
+    return bool(reason_to_stop(SimpleNamespace(**run.settings), progress))
 
 
 def make_record(run):

@@ -31,7 +31,7 @@ from .settings import from_launcher
 FREE = (
     {"out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "then", "gradient_accumulation_steps"}
     | {"eval_interval", "eval_tokens", "eval_only", "val_datasets", "log_interval", "sample_tokens"}
-    | {"always_save_checkpoint", "profile", "device", "backend", "timeout", "activation_checkpointing"}
+    | {"always_save_checkpoint", "device", "backend", "timeout", "activation_checkpointing"}
     | {"wandb", "wandb_log", "wandb_project", "wandb_run_name", "wandb_group", "wandb_tags"}
 )
 # These do not change the steps either, unless there is dropout: each rank draws the masks for its own micro-batch, with

@@ -1,16 +1,9 @@
-"""Prepare the machine for training: check the kernels and the compiler, make it deterministic, know its peak speed, and
-profile a step.
-
-    with profile_step(cfg, step, device, ranks):      # with --profile=STEP: a trace for https://ui.perfetto.dev
-        train_step(...)
-"""
+"""Prepare the machine for training: check the kernels and the compiler, make it deterministic, know its peak speed."""
 
 import os
-from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from ..attention.operator.check import compare_plans, first_line
 from ..attention.operator.dispatch import disable_kernels, warn_once
@@ -114,35 +107,3 @@ def can_compile(setting, device, log):
         raise Failed(f"compile=True, but torch.compile does not work here: {reason} (see `make doctor`)")
     log(f"training without torch.compile: {reason} (see `make doctor`)")
     return False
-
-
-@contextmanager
-def profile_step(cfg, step, device, ranks):
-    """Write a trace of the step that is taken within, and log the operators that cost most, if it is cfg.profile.
-
-    Rank 0 does it. A file that cannot be written is a line in the log: a full disk is no reason to end training.
-    """
-    if step != cfg.profile or not ranks.master:
-        yield
-        return
-    with profiler(device) as trace:
-        yield
-    path = os.path.join(cfg.out_dir, f"trace_step_{step}.json.gz")
-    costliest = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    try:
-        trace.export_chrome_trace(path)
-        ranks.log(f"wrote {path}\n{trace.key_averages().table(costliest, row_limit=10)}")
-    except OSError as error:
-        ranks.log(f"cannot write {path}: {error}")
-
-
-@contextmanager
-def profiler(device):
-    """Record what is run within, on the CPU and on the device, as a torch.profiler.profile."""
-    gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as trace:
-        if gpu:
-            torch.cuda.synchronize(device)  # leave out what was launched earlier
-        yield trace
-        if gpu:
-            torch.cuda.synchronize(device)

@@ -185,8 +185,6 @@ TRAIN_RANGES = [  # of train.py's settings, for check_ranges
         "finite and 0 or more",
         lambda x: 0 <= x < math.inf,
     ),
-    # torch.compile works in the first step of a start from nothing, and may in the second
-    ("profile", "0 (none) or a step from 3 on", lambda x: x == 0 or x >= 3),
     ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
     ("decay_share", "above 0 and at most 1", lambda x: 0 < x <= 1),
     ("dtype", ["auto", "float32", "bfloat16"]),

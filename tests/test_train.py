@@ -199,7 +199,6 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
         (["--learning_rate=1e-5", "--schedule=cosine"], "min_lr must be at most learning_rate=1e-05"),
         (["--decay_share=0"], "decay_share must be above 0 and at most 1, got 0.0"),
         (["--init_from=resume"], "there is no checkpoint in out_dir out/a; leave init_from out, or give scratch, "),
-        (["--profile=2"], "profile must be 0 (none) or a step from 3 on, got 2"),
     ],
 )
 def test_what_can_not_be_is_refused_before_anything_is_made(go, capsys, argv, message):

@@ -1,10 +1,8 @@
 """Settle data, model and ranks of a run, and refuse mistakes, before anything is allocated or written.
 
 plan = make_plan(cfg, values, ranks)     # data, stages, model and teacher of these settings, and who computes them
-reason_to_stop(run)                      # "max_iters=100 is reached"; "" if training goes on
 """
 
-import signal
 from dataclasses import asdict, dataclass
 
 import torch
@@ -138,19 +136,3 @@ def describe_run(plan, model):
         if flops > SLOW_STEP:
             line += f"\na step has {flops:.0e} floating-point operations, too many for a CPU: config/demo.py is small"
     return line
-
-
-def reason_to_stop(run):
-    """Return a text that names the signal or the limit that ends a Run of train.py; "" if training goes on."""
-    if run.signal:
-        return f"{signal.Signals(run.signal).name} was received"
-    return reached_limit(run.plan.cfg, run.progress)
-
-
-def reached_limit(cfg, progress):
-    """Return a text that names the limit that a run has reached, of its steps or its time; "" if there is none."""
-    if progress.step >= cfg.max_iters:
-        return f"max_iters={cfg.max_iters} is reached"
-    if 0 < cfg.max_seconds <= progress.seconds:
-        return f"max_seconds={cfg.max_seconds:g} is reached"
-    return ""
