@@ -24,7 +24,7 @@ from .attention import ATTENTIONS, join_positions, layer_pattern, leading_layer
 from .attention.positions import POSITIONS, check_length
 from .attention.state import ModelState
 from .attention.variant import RECIPE, check_layer
-from .layers.activation import APPROXIMATE, gelu
+from .layers.activation import ACTIVATIONS
 from .layers.convolution import Convolution
 from .layers.loss import head_loss, head_weight
 from .layers.mixing import mix_tokens, projected_heads, split_heads
@@ -69,7 +69,7 @@ class GPTConfig:
         for name, limit in {"n_layer": 10**4, "vocab_size": 2**31, "n_positions": 2**31}.items():
             if not 1 <= getattr(self, name) <= limit:
                 raise ValueError(f"{name} must be from 1 to {limit:,}, got {getattr(self, name)}")
-        check_choice("activation", self.activation, APPROXIMATE)
+        check_choice("activation", self.activation, ACTIVATIONS)
         check_layer(self)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
@@ -143,10 +143,10 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
-        self.approximate = APPROXIMATE[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x, norm):
-        x = gelu(norm_linear(norm, self.c_fc, x)[1], self.approximate)
+        x = self.activation(norm_linear(norm, self.c_fc, x)[1])
         return F.dropout(self.c_proj(x), self.dropout, self.training)
 
 

@@ -30,7 +30,7 @@ from sympow.runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from sympow.runs.program import refuse
 from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, fields_of, read_settings
 from sympow.training.batches import count_epochs, examine, format_losses, mean_losses, micro_batches
-from sympow.training.optimizer import OPTIMIZERS, SCHEDULES, describe_jump, learning_rate, make_optimizer, take_step
+from sympow.training.optimizer import RANGES, describe_jump, learning_rate, make_optimizer, take_step
 from sympow.training.plan import Plan, describe_run, make_networks, make_plan, resume_hint
 from sympow.training.stages import enter_stage, refuse_moved_stages, rehearse
 
@@ -94,7 +94,7 @@ class TrainConfig:
     def __post_init__(self):
         self.init_from = "auto" if self.init_from == "resume" else self.init_from  # nanoGPT's name
         self.compile = str(BOOLS.get(self.compile.lower(), self.compile))
-        check_ranges(self, (*TRAIN_RANGES, ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)))
+        check_ranges(self, (*TRAIN_RANGES, *RANGES))
 
 
 @dataclass

@@ -186,7 +186,6 @@ TRAIN_RANGES = [  # of train.py's settings, for check_ranges
         lambda x: 0 <= x < math.inf,
     ),
     ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
-    ("decay_share", "above 0 and at most 1", lambda x: 0 < x <= 1),
     ("dtype", ["auto", "float32", "bfloat16"]),
     ("compile", ["auto", "True", "False"]),
     ("wandb", ["auto", "online", "offline", "disabled"]),

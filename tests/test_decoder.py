@@ -19,7 +19,7 @@ from sympow.attention import state as state_of  # noqa: E402
 from sympow.attention.embedding import symmetric_power_embedding  # noqa: E402
 from sympow.attention.softmax import softmax_attention  # noqa: E402
 from sympow.attention.state import LayerState  # noqa: E402
-from sympow import code, model as model_module  # noqa: E402
+from sympow import code  # noqa: E402
 from sympow.generation import decoder as decoder_module  # noqa: E402
 from sympow.generation import generate as generate_module  # noqa: E402
 from sympow.generation import layers as layers_module  # noqa: E402
@@ -374,7 +374,8 @@ def scale_layers(model, monkeypatch):
 
 
 def change_activation(model, monkeypatch):
-    monkeypatch.setattr(model_module, "gelu", lambda x, approximate: x.relu())
+    for block in model.transformer.h:
+        monkeypatch.setattr(block.mlp, "activation", torch.relu)
 
 
 def rename_activation(model, monkeypatch):

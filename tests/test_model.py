@@ -400,12 +400,18 @@ def test_the_gelu_of_compiled_models_is_exact(dtype):
     assert torch.allclose(gradient.double(), exact_gradient, rtol=rtol, atol=1e-5)
 
 
+def test_an_activation_of_ones_own_is_one_line(monkeypatch):
+    monkeypatch.setitem(activation.ACTIVATIONS, "relu2", lambda x: x.relu().square())
+    mlp, x = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, activation="relu2")).transformer.h[0].mlp, torch.randn(3, 8)
+    assert torch.equal(mlp(x, torch.nn.Identity()), mlp.c_proj(mlp.c_fc(x).relu().square()))
+
+
 def test_only_a_compiled_model_on_a_gpu_takes_it(monkeypatch):
     taken = []
     monkeypatch.setattr(activation.Gelu, "apply", taken.append)
-    monkeypatch.setattr(activation.F, "gelu", lambda x, approximate: None)
+    monkeypatch.setattr(activation.F, "gelu", lambda x: None)
     for compiling in (False, True):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-        for dtype, on_gpu, approximate in itertools.product(DTYPES[1:], (False, True), ("none", "tanh")):
-            activation.gelu(types.SimpleNamespace(dtype=dtype, is_cuda=on_gpu), approximate)
+        for dtype, on_gpu in itertools.product(DTYPES[1:], (False, True)):
+            activation.gelu(types.SimpleNamespace(dtype=dtype, is_cuda=on_gpu))
     assert [(x.dtype, x.is_cuda) for x in taken] == [(torch.bfloat16, True)]

@@ -72,9 +72,8 @@ def mean_losses(plan, network, interrupt):
 
 
 def format_losses(losses):
-    """Return validation losses as a text for the terminal: "val loss 2.1234 (code 1.9000, prose 2.5000)"."""
-    named = ", ".join(f"{key.partition('/')[2]} {loss:.4f}" for key, loss in losses.items() if "/" in key)
-    return f"val loss {losses['val_loss']:.4f}" + (f" ({named})" if named else "")
+    """Return validation losses as a text for the terminal: "val loss 2.1234, val loss/code 1.9000"."""
+    return ", ".join(f"{name.replace('_', ' ', 1)} {loss:.4f}" for name, loss in losses.items())
 
 
 def count_epochs(plan, progress):

@@ -5,7 +5,8 @@
     loss.backward()
     norm = take_step(model, optimizer, cfg.grad_clip)
 
-A new optimizer is an entry of OPTIMIZERS, a new schedule one of SCHEDULES.
+A new optimizer is an entry of OPTIMIZERS, a new schedule one of SCHEDULES. A setting of its own is a field of
+TrainConfig in train.py, with its range in RANGES.
 
 A step without a finite gradient changes neither weights nor moments. With AdamW and Muon the CPU does not wait for the
 GPU to know: they have the attribute `found_inf`, as torch's fused optimizers do, a float32 scalar on the model's
@@ -205,6 +206,11 @@ def _share_done(step, cfg, seconds, begin=0):
 
 
 SCHEDULES = {"constant": constant, "cosine": cosine, "wsd": wsd}
+RANGES = (  # of settings that belong to one schedule or optimizer, for check_ranges
+    ("optimizer", OPTIMIZERS),
+    ("schedule", SCHEDULES),
+    ("decay_share", "above 0 and at most 1", lambda x: 0 < x <= 1),
+)
 
 
 def learning_rate(step, cfg, seconds=0.0):
