@@ -20,7 +20,7 @@ from .chunked import passes as chunked
 from .layout import symmetric_power_dim
 from .quadratic import passes as quadratic
 from .registry import registered
-from .transforms import asked, differentiable, differentiable_once, empty_like, keep
+from .transforms import differentiable, differentiable_once, drop_unneeded, empty_like, fill_unneeded
 from .widths import narrow_state, to_width, widen_state
 
 # ---- quadratic form
@@ -79,12 +79,12 @@ def _quadratic_backward_operator(
     dl = None if dl is None else dl.contiguous()
     needs_q, needs_k, needs_v, needs_g = needs
     options = dict(p=p, scale=scale, normalize=normalize, needs=(needs_q, needs_k or needs_v, needs_g))
-    return asked(quadratic.backward(dy, dl, q, k, v, log_g, y, l, **options), needs)
+    return fill_unneeded(quadratic.backward(dy, dl, q, k, v, log_g, y, l, **options), needs)
 
 
 @_quadratic_backward_operator.register_fake
 def _(dy, dl, q, k, v, log_g, y, l, p, scale, normalize, needs):
-    return asked(_empty_grads(q, k, v, log_g), needs)
+    return fill_unneeded(_empty_grads(q, k, v, log_g), needs)
 
 
 def _save_quadratic(ctx, inputs, output):
@@ -106,7 +106,7 @@ def _differentiate_quadratic(ctx, dy, dl):
         dl = q.new_zeros(B, H, quadratic.padded(n), dtype=torch.float32) if dl is None else dl
     needs = [*ctx.needs_input_grad[:4]]
     grads = _quadratic_backward(dy, dl, q, k, v, log_g, y, l, ctx.p, ctx.scale, ctx.normalize, needs)
-    return *keep(grads, needs), None, None, None
+    return *drop_unneeded(grads, needs), None, None, None
 
 
 _quadratic_backward = differentiable_once(_quadratic_backward_operator)
@@ -206,12 +206,12 @@ def _chunked_backward_operator(
         needs=(*needs[:4], needs_state), exchange=_exchange(ranks, decay, True, q, p),
     )  # fmt: skip
     grads += chunked.to_canonical(*first, q.shape[0], q.shape[3], p) if needs_state else (None, None)
-    return asked(grads, needs)
+    return fill_unneeded(grads, needs)
 
 
 @_chunked_backward_operator.register_fake
 def _(dy, dS, dz, q, k, v, log_g, y, decay, saved, p, chunk, ranks, initial, needs):
-    return asked((*_empty_grads(q, k, v, log_g), *_empty_state(q, k.shape[2], p, initial)), needs)
+    return fill_unneeded((*_empty_grads(q, k, v, log_g), *_empty_state(q, k.shape[2], p, initial)), needs)
 
 
 def _save_chunked(ctx, inputs, output):
@@ -234,7 +234,7 @@ def _differentiate_chunked(ctx, dy, dS, dz, _):
         dS, dz = zero_S.zero_() if dS is None else dS, zero_z.zero_() if dz is None else dz
     needs, sizes = [*ctx.needs_input_grad[:6]], (ctx.p, ctx.chunk, ctx.ranks, ctx.initial)
     grads = _chunked_backward(dy, dS, dz, q, k, v, log_g, y, decay, saved, *sizes, needs)
-    return *keep(grads, needs), *[None] * 5
+    return *drop_unneeded(grads, needs), *[None] * 5
 
 
 _chunked_backward = differentiable_once(_chunked_backward_operator)

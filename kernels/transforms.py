@@ -69,14 +69,14 @@ def refuse_second_derivative(ctx, *grads):
 # ---- gradients that are not needed
 
 
-def asked(grads, needs):
+def fill_unneeded(grads, needs):
     """Return the gradients with an empty tensor for each that is not needed or None: operators must return tensors."""
     like = next(x for x in grads if x is not None)
     none = lambda: like.new_empty(0, dtype=torch.float32)  # results of an operator may not share memory
     return tuple(x if need and x is not None else none() for x, need in zip(grads, needs, strict=True))
 
 
-def keep(grads, needs):
+def drop_unneeded(grads, needs):
     """Return the gradients with None for those that are not needed."""
     return tuple(x if need else None for x, need in zip(grads, needs, strict=True))
 
