@@ -6,9 +6,9 @@ LayerState: a KV cache and, in variants with a recurrent form, a PowerState of t
     state = LayerState.empty(batch, device)
     y, state = attend_and_append(q, k, v, log_g, positions, state, p=2)      # again and again, any number of tokens
 
-A CachePolicy decides when. Keys and values are cached until they take as much memory as the PowerState would (2,113
-tokens for p=2 at head dimension 64 in bfloat16, 778,457 for p=4): `switch_over`. Then all of them are flushed into one,
-and again whenever FLUSH_EVERY new ones have gathered. So time and memory per token are bounded for texts of any length.
+Keys and values are cached until they take as much memory as the PowerState would: 2,113 tokens for p=2 at head
+dimension 64 in bfloat16, 778,457 for p=4. Then all of them are flushed into one, and again whenever FLUSH_EVERY new
+ones have gathered. So time and memory per token are bounded for texts of any length. CachePolicy decides all this.
 """
 
 import math
