@@ -117,7 +117,7 @@ def assert_refused(call, words):
 @pytest.mark.parametrize(
     "d,deg,features,words",
     [
-        (64, 2, 2560, "must have 2080 features for head dimension 64 and deg=2, got 2560: .* padded"),
+        (64, 2, 2560, r"must be S \[1, 1, 2080, 64\], z .*, got S \[1, 1, 2560, 64\]"),
         (3, 3, 10, "deg must be a positive even integer, got 3"),
         (3, 2, None, "initial_state must be S and its sum_of_keys, .* denominators are not in S"),
     ],

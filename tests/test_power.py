@@ -248,7 +248,7 @@ def test_integer_power_squares_repeatedly():
     [
         (dict(p=3), "p must be a positive even integer, got 3"),
         (dict(p=0), "p must be a positive even integer"),
-        (dict(p=10), "p must be at most 8, got 10"),
+        (dict(p=10), "p must be a positive even integer, got 10: at most 8"),
         (dict(form="fast"), "form must be one of auto, quadratic, chunked, recurrent, got 'fast'"),
         (dict(chunk_size=0), "chunk_size must be a positive integer, got 0"),
         (dict(scale=0.0), "scale must be finite and not zero"),

@@ -66,8 +66,9 @@ def power_retention_inference(
 
 def _read_state(Q, state, deg):
     """Return Y [b, tq, hq, d] of queries that read a PowerState alone."""
-    (b, _, hq, _), S, s = Q.shape, state.S, state.z
-    if S.ndim != 4 or S.shape[0] != b or S.shape[:3] != s.shape or hq % S.shape[1]:
+    (b, _, hq, d), S, s = Q.shape, state.S, state.z
+    features = symmetric_power_dim(d, deg)
+    if S.ndim != 4 or S.shape[0] != b or S.shape[2] != features or S.shape[:3] != s.shape or hq % S.shape[1]:
         shapes = ", ".join(f"{[*x.shape]}" for x in (Q, S, s))
         raise ValueError(f"Q [b, tq, hq, d], S [b, h, D, d], s [b, h, D], hq a multiple of h, do not fit: {shapes}")
     with forms.without_autocast(Q.device):
@@ -78,7 +79,7 @@ def _read_state(Q, state, deg):
 def _paired_state(initial_state, sum_of_keys, Q, deg):
     """Return the PowerState of an initial state given as S and sum_of_keys, or as the pair of both, or None of none.
 
-    Raises ValueError for a state without its denominators, and for one of another number of features.
+    Raises ValueError for a state without its denominators.
     """
     if isinstance(initial_state, (tuple, list)) and len(initial_state) == 2 and sum_of_keys is None:
         initial_state, sum_of_keys = initial_state
@@ -89,11 +90,4 @@ def _paired_state(initial_state, sum_of_keys, Q, deg):
             "initial_state must be S and its sum_of_keys, as they are returned together: y's denominators are not in S"
         )
     check_power(deg, "deg")
-    D = symmetric_power_dim(Q.shape[-1], deg)
-    if initial_state.ndim < 2 or initial_state.shape[-2] != D:
-        features = initial_state.shape[-2] if initial_state.ndim > 1 else 0
-        raise ValueError(
-            f"initial_state must have {D} features for head dimension {Q.shape[-1]} and deg={deg}, got {features}: the "
-            "library's states, which are padded, cannot be read"
-        )
     return PowerState(*(x.to(accumulation_dtype(Q)) for x in (initial_state, sum_of_keys)))

@@ -10,8 +10,6 @@ from .backend import transforms_active
 from .dispatch import FORMS, computed_dtype
 from .forms import accumulation_dtype
 
-LARGEST_POWER = 8
-
 
 def cast_to_autocast_dtype(*tensors):
     """Return the tensors in autocast's dtype if it is on, but float64 as it is."""
@@ -30,10 +28,8 @@ def cast_from_float16(*tensors):
 def check_power(p, name="p"):
     """Raise ValueError unless p, which the caller calls `name`, is 2, 4, 6 or 8: above, scores of 1/1000 of the largest
     are below float32's range."""
-    if not isinstance(p, int) or p < 2 or p % 2:
-        raise ValueError(f"{name} must be a positive even integer, got {p!r}")
-    if p > LARGEST_POWER:
-        raise ValueError(f"{name} must be at most {LARGEST_POWER}, got {p}: float32 does not hold larger powers")
+    if not isinstance(p, int) or p not in (2, 4, 6, 8):
+        raise ValueError(f"{name} must be a positive even integer, got {p!r}: at most 8, the most that float32 holds")
 
 
 def check_tensors(q, k, v, **more):
