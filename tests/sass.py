@@ -7,28 +7,25 @@ differ from run to run, or not, as timing has it. Such instructions are hazards.
 waits behind each product for its result ("serialized", C7510 and others), and the matrix unit idles.
 
     python tests/sass.py                    # compile attention's kernels; print products, waits, hazards, ptxas's words
-    python tests/sass.py 2,64 4,32          # for these p and head dimensions
-    python tests/sass.py 2,64 query_state   # and of these kernels only
+    python tests/sass.py "query.* 64 2"     # only where kernel, dtype, head dimension and p match, tile sizes an H200's
 """
 
 import contextlib
 import io
 import re
-import subprocess
 import sys
-from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import targets
+import torch
+from triton import knobs
+
+from sympow.kernels.decode import power
+from sympow.kernels.decode.cache import Cache
+from sympow.kernels.decode.linear import Linear, linear
 
 # instructions that do not write to their first operand
 NO_RESULT = set("BAR BRA DEPBAR EXIT FENCE LDGDEPBAR LDGSTS MEMBAR STG STL STS STSM SYNCS".split())
-
-
-def disassemble(cubin, path):
-    """Return the SASS of a compiled kernel; the file `path` is overwritten with the kernel."""
-    import triton
-
-    path.write_bytes(cubin)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
 
 
 def waits(sass):
@@ -102,66 +99,46 @@ def _meaning(text):
     return "other", written, frozenset(int(n) for x in operands for n in re.findall(r"\bR(\d+)", x))
 
 
-def compiled_for_hopper(shapes, folder, kernels=()):
-    """Return (name, SASS, losses) of each kernel that reads or writes states, gated, for each (p, head dimension) in
-    `shapes`; losses are ptxas's words about products that it serializes.
-
-    For the first shape the kernels of all pairs are among them, and in the end come those of generation with products.
-    Tile sizes are the table's for an H200. If `kernels` has names, the other kernels are left out. What Triton has in
-    its cache is compiled anew.
-    """
-    import torch
-    from triton import knobs
-    from triton.runtime.jit import JITFunction
-
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from sympow.kernels import configs, operators
-    from sympow.kernels.decode import power
-    from sympow.kernels.decode.cache import Cache
-    from sympow.kernels.decode.linear import Linear, linear
-    from targets import pretend_gpu
-
-    pretend_gpu(90)
-    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
-    configs.gpu = lambda _: configs.describe_gpu("NVIDIA H200", (9, 0), 227 * 1024)
-    codes, run = {}, JITFunction.run
-
-    def only_compile(self, *args, grid, warmup, **kwargs):
-        pairs = ("forward", "dq", "dkdv") * ((p, D) == shapes[0])
-        name = self.__name__.removesuffix("_kernel")
-        if name in kernels if kernels else name.startswith(("update", "query", "linear", "flush", *pairs)):
-            with contextlib.redirect_stdout(io.StringIO()) as log:
-                cubin = run(self, *args, grid=(1,), warmup=True, **kwargs).asm["cubin"]
-            if cubin not in codes:
-                losses = re.findall(r"\(C75\d\d\) .*serialized.*", log.getvalue())
-                codes[cubin] = self.__name__, disassemble(cubin, folder / "kernel.cubin"), losses
-
-    JITFunction.run = only_compile
-    for p, D in shapes:
-        heads = torch.zeros(1, 512, 6, D, dtype=torch.bfloat16).split(2, 2)
-        q, k, v, log_g = (x.detach().requires_grad_() for x in (*heads, torch.zeros(1, 512, 2)))
-        y = operators.chunked_attention(q, k, v, log_g, p=p, chunk=256)[0]
-        y.backward(torch.zeros_like(y))
+def many_sequences():
+    """Run the kernels of generation with products, for 64 sequences."""
     weight, x = torch.zeros(768, 768, dtype=torch.bfloat16), torch.zeros(64, 768)
     linear(Linear(weight), x, x)
     k, sums = torch.zeros(64, 64, 12, 64, dtype=torch.bfloat16), torch.zeros(64, 64, 12, dtype=torch.float64)
     state = power.State(torch.zeros(64, 12, 2080, 64), torch.zeros(64, 12, 2080))
     power.flush(Cache(k, k, sums, sums.int(), None), 64, state, 2)
-    return codes.values()
+
+
+CASES = [
+    *((targets.chunked, torch.bfloat16, D, p, True) for D, p in ((64, 2), (16, 4), (32, 4), (64, 4), (128, 2))),
+    *(case for case in targets.TRAINING if case[0] is targets.heinsen),
+    (many_sequences,),
+]
+
+
+def main(pattern=""):
+    """Print what there is to say of each launch whose kernel and case match a pattern; return the number of faults.
+
+    What Triton has in its cache is compiled anew, for ptxas's words about products that it serializes.
+    """
+    knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+    faults, codes = 0, set()
+    with TemporaryDirectory() as folder, targets.pretended("sm_90"):
+        for kernel, case, compile in targets.launches("sm_90", CASES):
+            if not re.search(pattern, f"{kernel} {case}"):
+                continue
+            with contextlib.redirect_stdout(io.StringIO()) as log:
+                cubin = compile().asm["cubin"]
+            if cubin in codes:
+                continue
+            codes.add(cubin)
+            losses = re.findall(r"\(C75\d\d\) .*serialized.*", log.getvalue())
+            sass = targets.inspect_code("nvdisasm", "-c", cubin=cubin, folder=folder)
+            errors = hazards(sass)
+            numbers = f"{sass.count('HGMMA')} products, {waits(sass)} waits, {len(errors)} hazards"
+            print(f"{kernel} {case}: {numbers}", *errors[:3], *losses, sep="\n    ")
+            faults += len(errors) + len(losses)
+    return faults
 
 
 if __name__ == "__main__":
-    from tempfile import TemporaryDirectory
-
-    shapes = [tuple(map(int, argument.split(","))) for argument in sys.argv[1:] if "," in argument]
-    kernels = [name for name in sys.argv[1:] if "," not in name]
-    total = 0
-    with TemporaryDirectory() as folder:
-        for name, sass, losses in compiled_for_hopper(
-            shapes or [(2, 64), (4, 16), (4, 32), (4, 64)], Path(folder), kernels
-        ):
-            errors = hazards(sass)
-            numbers = f"{sass.count('HGMMA')} products, {waits(sass)} waits, {len(errors)} hazards"
-            print(f"{name}: {numbers}", *errors[:3], *losses, sep="\n    ")
-            total += len(errors) + len(losses)
-    sys.exit(bool(total))
+    sys.exit(bool(main(*sys.argv[1:])))

@@ -2,33 +2,44 @@
 
     python tests/targets.py                            # every launch of the shipped configs, for every target
     python tests/targets.py --target sm_80 sm_90       # for these targets
-    python tests/targets.py --kernel quadratic.b       # kernels with names that begin so
     python tests/targets.py --once                     # one launch of each kernel, each for one target
     python tests/targets.py --large --target sm_86     # head dimension 128, its shared memory alone
     python tests/targets.py --markdown                 # the table of docs/data/targets.md
 
-A line is a kernel, the largest case, its target, registers a thread, bytes a thread that spill into memory, and bytes
-of shared memory. The launches of training and generation with the models of config/ are caught as the launchers
-make them for small tensors on the CPU. Results are remembered in ~/.cache/sympow/targets, by the kernels' source,
-Triton's version and the launch; Triton remembers machine code in its own cache.
+A line is the JSON of a launch: a kernel, the case, its target, registers a thread, bytes a thread that spill into
+memory, and bytes of shared memory, or the error. The launches of training and generation with the models of config/ are
+caught as the launchers make them for small tensors on the CPU. Triton remembers machine code in its own cache.
 """
 
 import argparse
 import contextlib
-import hashlib
-import importlib.metadata
 import json
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-ROOT = Path(__file__).resolve().parent.parent
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from sympow.attention.embedding import symmetric_power_dim  # noqa: E402
+from sympow.generation.decoder import Decoder  # noqa: E402
+from sympow.generation.generate import Sampler  # noqa: E402
+from sympow.kernels import configs, operators  # noqa: E402
+from sympow.kernels.cross_entropy import cross_entropy_  # noqa: E402
+from sympow.kernels.decode.rotary import rotate  # noqa: E402
+from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
+from sympow.kernels.support import DTYPES  # noqa: E402
+from sympow.model import GPT, GPTConfig  # noqa: E402
+
 KB = 1024
 TARGETS = {  # the compute capability, and bytes of shared memory that a program may have
     "sm_80": ((8, 0), 163 * KB),  # A100
@@ -42,112 +53,105 @@ TARGETS = {  # the compute capability, and bytes of shared memory that a program
 
 # ---- the launches
 
-
-def training(large=False, heads=2, T=512):
-    """Yield (case, function) for the training step of each attention in config/, and of float32.
-
-    With `large` they are of head dimension 128 instead, which needs the most shared memory.
-    """
-    import torch
-
-    from sympow.kernels import operators
-    from sympow.kernels.support import DTYPES
-    from sympow.kernels.heinsen.operator import heinsen_attention
-    from sympow.kernels.cross_entropy import cross_entropy_
-
-    bf16, f32 = torch.bfloat16, torch.float32
-
-    def leaves(dtype, D, gated=False, n=T):
-        fused = torch.zeros(1, T, 3 * heads, D, dtype=dtype).split(heads, 2)
-        gates = [torch.zeros(1, T, heads)] * gated
-        return [x.detach().requires_grad_() for x in (fused[0][:, :n], *fused[1:], *gates)]
-
-    def both_passes(attention, inputs, **options):
-        outputs = attention(*inputs, **options)
-        outputs = [x for x in (outputs if isinstance(outputs, tuple) else (outputs,)) if x.requires_grad]
-        torch.autograd.grad(outputs, inputs, [torch.zeros_like(x) for x in outputs], allow_unused=True)
-
-    def quadratic(dtype, D, p, gated, n=T):
-        both_passes(operators.quadratic_attention, leaves(dtype, D, gated, n), p=p)
-
-    def chunked(dtype, D, p, gated):
-        both_passes(operators.chunked_attention, leaves(dtype, D, gated), p=p, chunk=256)
-
-    def sums(dtype, D, p):
-        both_passes(operators.quadratic_sums, leaves(dtype, D), p=p, scale=0.1)
-
-    def heinsen(dtype, v_dtype, D):
-        q, k, v = leaves(dtype, D)
-        both_passes(heinsen_attention, [q, k, v.detach().to(v_dtype).requires_grad_()])
-
-    def cross_entropy(dtype, V):
-        cross_entropy_(torch.zeros(T, V, dtype=dtype), torch.zeros(T, dtype=torch.int64), V - 5, True)
-
-    def case(function, *sizes):
-        words = [str(x).removeprefix("torch.") for x in sizes if not isinstance(x, bool)]
-        return " ".join([function.__name__, *words]) + " gated" * (True in sizes), lambda: function(*sizes)
-
-    if large:
-        for dtype in DTYPES:
-            yield case(quadratic, dtype, 128, 8, True, 300)
-        yield case(heinsen, bf16, bf16, 128)
-        for dtype in (bf16, f32):
-            yield case(chunked, dtype, 128, 2, True)
-        return
-    for D, p, gated in ((64, 2, True), (64, 2, False), (32, 4, False)):
-        yield case(chunked, bf16, D, p, gated)
-    for D, p, gated in ((64, 4, True), (64, 4, False), (64, 6, False), (64, 8, True), (32, 2, True)):
-        yield case(quadratic, bf16, D, p, gated)
-    for p in (2, 4):
-        yield case(sums, bf16, 32, p)
-    yield case(heinsen, bf16, f32, 64)
-    yield case(heinsen, bf16, f32, 32)
-    yield case(quadratic, bf16, 64, 2, True, 300)  # a prompt in pieces
-    yield case(quadratic, f32, 64, 4, True)
-    yield case(chunked, f32, 64, 2, True)
-    yield case(heinsen, f32, f32, 64)
-    for dtype in (bf16, f32):
-        yield case(cross_entropy, dtype, 50304)
+TOKENS, HEADS = 512, 2
+bf16, f32 = torch.bfloat16, torch.float32
 
 
-def generation():
-    """Yield (case, function) for prompts and tokens of models with each kernel of decoder.py."""
-    import torch
+def leaves(dtype, D, gated=False, n=TOKENS):
+    """Return q of the last n tokens, k and v, and log_g if gated: zeros that need gradients."""
+    q, k, v = torch.zeros(1, TOKENS, 3 * HEADS, D, dtype=dtype).split(HEADS, 2)
+    gates = [torch.zeros(1, TOKENS, HEADS)] * gated
+    return [x.detach().requires_grad_() for x in (q[:, :n], k, v, *gates)]
 
-    from sympow.attention.embedding import symmetric_power_dim
-    from sympow.generation.decoder import Decoder
-    from sympow.generation.generate import Sampler
-    from sympow.kernels import operators
-    from sympow.kernels.decode.rotary import rotate
-    from sympow.model import GPT, GPTConfig
 
-    def prompt(D, p, gated):
-        q, k, v = torch.zeros(1, 512, 6, D, dtype=torch.bfloat16).split(2, 2)
-        rotate(q, *torch.zeros(2, 512, D))
-        state = [torch.zeros(1, 2, symmetric_power_dim(D, p), *more) for more in ((D,), ())]
-        log_g = torch.zeros(1, 512, 2) if gated else None
-        operators.chunked_attention(q, k, v, log_g, *state, p=p, chunk=256, final=True)
-        operators.chunked_state(k, v, log_g, *state, p=p, chunk=256)
+def both_passes(attention, inputs, **options):
+    outputs = attention(*inputs, **options)
+    outputs = [x for x in (outputs if isinstance(outputs, tuple) else (outputs,)) if x.requires_grad]
+    torch.autograd.grad(outputs, inputs, [torch.zeros_like(x) for x in outputs], allow_unused=True)
 
-    def tokens(attention, p, B, switch_over, **shape):
-        sizes = dict(vocab_size=99, n_layer=attention.count(",") + 1, n_head=12, n_embd=768, bias=False) | shape
+
+def quadratic(dtype, D, p, gated, n=TOKENS):
+    both_passes(operators.quadratic_attention, leaves(dtype, D, gated, n), p=p)
+
+
+def chunked(dtype, D, p, gated):
+    both_passes(operators.chunked_attention, leaves(dtype, D, gated), p=p, chunk=256)
+
+
+def sums(dtype, D, p):
+    both_passes(operators.quadratic_sums, leaves(dtype, D), p=p, scale=0.1)
+
+
+def heinsen(dtype, v_dtype, D):
+    q, k, v = leaves(dtype, D)
+    both_passes(heinsen_attention, [q, k, v.detach().to(v_dtype).requires_grad_()])
+
+
+def cross_entropy(dtype, V):
+    cross_entropy_(torch.zeros(TOKENS, V, dtype=dtype), torch.zeros(TOKENS, dtype=torch.int64), V - 5, True)
+
+
+@torch.inference_mode()
+def prompt(dtype, D, p, gated):
+    q, k, v = torch.zeros(1, TOKENS, 6, D, dtype=dtype).split(2, 2)
+    rotate(q, *torch.zeros(2, TOKENS, D))
+    state = [torch.zeros(1, 2, symmetric_power_dim(D, p), *more) for more in ((D,), ())]
+    log_g = torch.zeros(1, TOKENS, 2) if gated else None
+    operators.chunked_attention(q, k, v, log_g, *state, p=p, chunk=256, final=True)
+    operators.chunked_state(k, v, log_g, *state, p=p, chunk=256)
+
+
+@torch.inference_mode()
+def tokens(attention, p, B, switch_over, **shape):
+    """Generate as models do with each kernel of decoder.py: cached, flushed, and with a state."""
+    sizes = dict(vocab_size=99, n_layer=attention.count(",") + 1, n_head=12, n_embd=768, bias=False) | shape
+    with torch.device("meta"):  # any numbers will do
         model = GPT(GPTConfig(**sizes, attention=attention, p=p))
-        sampler = Sampler(torch.device("cpu"), B, True, top_k=5, top_p=0.9)
-        decoder = Decoder(model, model.empty_state(B, switch_over), sampler, 4, torch.bfloat16)
-        for _ in range(4):  # cached, flushed, and with a state
-            decoder.step()
+    model.to_empty(device="cpu")
+    sampler = Sampler(torch.device("cpu"), B, True, top_k=5, top_p=0.9)
+    decoder = Decoder(model, model.empty_state(B, switch_over), sampler, 4, bf16)
+    for _ in range(4):
+        decoder.step()
 
-    for D, p, gated in ((64, 2, True), (64, 2, False), (32, 4, False)):
-        yield f"prompt bfloat16 {D} {p}{' gated' * gated}", partial(prompt, D, p, gated)
-    for B in (1, 8):
-        models = [
-            ("conformal_sympow,sympow_gating,softmax,heinsen", 2, 3, dict(convolution=4, output_gate=True)),
-            ("sympow", 4, "never", {}),
-        ]
-        models += [("even_power", 6, "never", {}), ("sympow", 4, 3, dict(head_dim=16, n_head=48))]
-        for attention, p, switch_over, shape in models:
-            sizes = attention, p, B, switch_over
-            yield f"tokens {attention} {p} {B}", partial(tokens, *sizes, **shape)
+
+# the training step of each attention in config/, and of float32
+TRAINING = [
+    *((chunked, bf16, *sizes) for sizes in ((64, 2, True), (64, 2, False), (32, 4, False))),
+    *((quadratic, bf16, *sizes) for sizes in ((64, 4, True), (64, 4, False), (64, 6, False), (64, 8, True))),
+    (quadratic, bf16, 32, 2, True),
+    (sums, bf16, 32, 2),
+    (sums, bf16, 32, 4),
+    (heinsen, bf16, f32, 64),
+    (heinsen, bf16, f32, 32),
+    (quadratic, bf16, 64, 2, True, 300),  # a prompt in pieces
+    (quadratic, f32, 64, 4, True),
+    (chunked, f32, 64, 2, True),
+    (heinsen, f32, f32, 64),
+    (cross_entropy, bf16, 50304),
+    (cross_entropy, f32, 50304),
+]
+GENERATION = [(prompt, bf16, *sizes) for sizes in ((64, 2, True), (64, 2, False), (32, 4, False))]
+for batch in (1, 8):
+    every = partial(tokens, convolution=4, output_gate=True)
+    GENERATION += [
+        (every, "conformal_sympow,sympow_gating,softmax,heinsen", 2, batch, 3),
+        (tokens, "sympow", 4, batch, "never"),
+        (tokens, "even_power", 6, batch, "never"),
+        (partial(tokens, head_dim=16, n_head=48), "sympow", 4, batch, 3),
+    ]
+# of head dimension 128, which needs the most shared memory
+LARGE = [
+    *((quadratic, dtype, 128, 8, True, 300) for dtype in DTYPES),
+    (heinsen, bf16, bf16, 128),
+    (chunked, bf16, 128, 2, True),
+    (chunked, f32, 128, 2, True),
+]
+
+
+def describe(function, *sizes):
+    """Return the words that stand for a case."""
+    name = getattr(function, "func", function).__name__
+    return " ".join([name, *(str(x).removeprefix("torch.") for x in sizes)])
 
 
 def pretend_gpu(arch, device=0):
@@ -156,9 +160,6 @@ def pretend_gpu(arch, device=0):
     device: what Triton takes for the number of the GPU; it keeps what it compiled for one number apart from the others.
     Triton's interpreter must be off, and nothing may be launched.
     """
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
     answers = {"get_current_target": GPUTarget("cuda", arch, 32), "get_current_device": device}
 
     class Pretended:
@@ -171,8 +172,6 @@ def pretend_gpu(arch, device=0):
 @contextlib.contextmanager
 def pretended(target):
     """Let the launchers choose as they do on this GPU, and Triton compile for it."""
-    from sympow.kernels import configs
-
     (major, minor), shared = TARGETS[target]
     name = "NVIDIA H200" if target == "sm_90" else target
     saved, device = configs.gpu, configs.describe_gpu(name, (major, minor), shared)
@@ -184,13 +183,10 @@ def pretended(target):
         configs.gpu = saved
 
 
-def launches(target, large=False):
-    """Return [(kernel, case, compile)], one for each launch that Triton would compile anew; compile() returns what
-    Triton does. large: of head dimension 128 instead of the shipped configs' sizes."""
-    import torch
-    from triton.runtime.jit import JITFunction
-
-    caught, run, case = {}, JITFunction.run, None
+def launches(target, cases):
+    """Return [(kernel, case, compile)], one for each launch of the cases, (function, *arguments), that Triton would
+    compile anew; compile() returns what Triton does."""
+    caught, run = {}, JITFunction.run
 
     def catch(self, *args, grid, warmup, **options):
         kernel = f"{self.fn.__module__.removeprefix('sympow.kernels.')}.{self.__name__.removesuffix('_kernel')}"
@@ -200,11 +196,9 @@ def launches(target, large=False):
     JITFunction.run = catch
     try:
         with pretended(target):
-            for case, launch in training(large):
-                launch()
-            with torch.inference_mode():
-                for case, launch in () if large else generation():
-                    launch()
+            for function, *arguments in cases:
+                case = describe(function, *arguments)
+                function(*arguments)
     finally:
         JITFunction.run = run
     return list(caught.values())
@@ -224,17 +218,22 @@ def _signature(x):
 # ---- what they take
 
 
+def inspect_code(tool, *options, cubin, folder):
+    """Return what one of CUDA's tools, which Triton brings, prints of a kernel's machine code."""
+    import triton
+
+    path = Path(folder) / f"{os.getpid()}.cubin"
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    return subprocess.run([tool, *options, path], capture_output=True, text=True, check=True).stdout
+
+
 def resources(compiled, folder):
     """Return {"registers", "spills", "shared"} of a kernel that Triton compiled, in bytes but for the registers."""
     shared = compiled.metadata.shared
     if not compiled.asm.get("cubin", True):  # see `stop_early`
         return dict(shared=shared)
-    import triton
-
-    path = Path(folder) / f"{os.getpid()}.cubin"
-    path.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    text = inspect_code("cuobjdump", "-res-usage", cubin=compiled.asm["cubin"], folder=folder)
     number = lambda name: int(re.search(rf"{name}:(\d+)", text)[1])
     return dict(registers=number("REG"), spills=number("STACK"), shared=shared)
 
@@ -249,125 +248,69 @@ def stop_early():
     CUDABackend.make_cubin = lambda *_: b""
 
 
-def _memory():
-    """Return the file that remembers what these sources compile to, for this version of Triton."""
-    from sympow.kernels import support
-
-    digest = hashlib.sha256(support.source_hash().encode() + Path(__file__).read_bytes()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return cache / "sympow" / "targets" / f"{digest}-{importlib.metadata.version('triton')}.json"
+LAUNCHES = []  # (target, *launch) of all, which workers have from the process that they are forked from
 
 
-def _compile(job):
-    """Compile one launch, in a worker; return what it takes, or {"error": why it failed}."""
-    target, number = job
-    *_, compile = LAUNCHES[target][number]
+def _compile(number):
+    """Compile one launch, in a worker; return {"target", "kernel", "case"} and what it takes, or why it failed."""
+    target, kernel, case, compile = LAUNCHES[number]
+    row = dict(target=target, kernel=kernel, case=case)
     try:
         with pretended(target), TemporaryDirectory() as folder:
-            return resources(compile(), folder)
+            return row | resources(compile(), folder)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return dict(error=f"{type(error).__name__}: {lines[0]} .. {lines[-1]}"[:300])
+        return row | dict(error=f"{type(error).__name__}: {lines[0]} .. {lines[-1]}"[:300])
 
 
-LAUNCHES = {}  # target -> launches(target), which workers have from the process that they are forked from
-
-
-def measure(targets, kernels=(), once=False, large=False):
+def measure(targets, once=False, large=False):
     """Return [{"target", "kernel", "case", "registers", "spills", "shared" or "error"}] of all launches, compiled in as
     many processes as there are processors.
 
-    kernels: beginnings of names, by default all; once: one launch of each kernel, each for one of the targets in turn;
-    large: head dimension 128, which no shipped config has, and only its shared memory.
+    once: one launch of each kernel, each for one of the targets in turn; large: head dimension 128, which no shipped
+    config has, and only its shared memory.
     """
-    sys.path.insert(0, str(ROOT))
-    memory = _memory()
-    known = json.loads(memory.read_text()) if memory.exists() else {}
-    request = json.dumps([sorted(targets), sorted(kernels), once, large])
-    if request not in known:
-        known[request] = _measure(targets, kernels, once, large)
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        for old in memory.parent.glob("*.json"):
-            if old != memory:
-                old.unlink(missing_ok=True)
-        memory.write_text(json.dumps(known))
-    return known[request]
-
-
-def _measure(targets, kernels, once, large):
     for target in targets:
-        LAUNCHES[target] = launches(target, large)
-    jobs = [(target, number) for target in targets for number in range(len(LAUNCHES[target]))]
-    name = lambda job: LAUNCHES[job[0]][job[1]][0]
-    if kernels:
-        jobs = [job for job in jobs if name(job).startswith(tuple(kernels))]
+        LAUNCHES.extend((target, *launch) for launch in launches(target, LARGE if large else TRAINING + GENERATION))
     if once:
-        first = {(job[0], name(job)): job for job in reversed(jobs)}
-        names = list(dict.fromkeys(map(name, jobs)))
-        having = {kernel: [target for target in targets if (target, kernel) in first] for kernel in names}
-        jobs = [first[having[kernel][i % len(having[kernel])], kernel] for i, kernel in enumerate(names)]
+        kernels = {}
+        for launch in LAUNCHES:
+            target, kernel, *_ = launch
+            kernels.setdefault(kernel, {}).setdefault(target, launch)
+        LAUNCHES[:] = [[*group.values()][i % len(group)] for i, group in enumerate(kernels.values())]
     with TemporaryDirectory() as folder:
         if large:
             stop_early()
             os.environ["TRITON_CACHE_DIR"] = folder  # what it makes must not be found by others
         with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-            results = pool.map(_compile, jobs, chunksize=1)
-    rows = []
-    for (target, number), result in zip(jobs, results):
-        kernel, case, _ = LAUNCHES[target][number]
-        rows.append(dict(target=target, kernel=kernel, case=case, **result))
-    return rows
-
-
-def largest(rows):
-    """Return of the rows those with the most spills, then shared memory, for each target and kernel."""
-    groups = defaultdict(list)
-    for row in rows:
-        groups[row["kernel"], row["target"]].append(row)
-    worst = lambda row: ("error" in row, row.get("spills", 0), row.get("shared", 0))
-    return [max(group, key=worst) for _, group in sorted(groups.items())]
+            return pool.map(_compile, range(len(LAUNCHES)), chunksize=1)
 
 
 def markdown(rows):
     """Return a table with a line for each kernel and a column for each target: registers, spills, KB of shared memory.
 
-    A cell is the launch of this kernel with the most spills.
+    A cell is the launch of this kernel with the most spills, then shared memory.
     """
-    cells = {(row["kernel"], row["target"]): row for row in largest(rows)}
+    cells = {}
+    for row in sorted(rows, key=lambda row: ("error" in row, row.get("spills", 0), row.get("shared", 0))):
+        number = lambda name: str(row.get(name, "?"))
+        text = f"{number('registers')} / {number('spills')} / {row.get('shared', 0) / KB:.0f} KB"
+        cells[row["kernel"], row["target"]] = "does not compile" if "error" in row else text
     kernels, targets = sorted({kernel for kernel, _ in cells}), list(dict.fromkeys(row["target"] for row in rows))
-
-    def cell(row):
-        if row is None or "error" in row:
-            return "" if row is None else "does not compile"
-        numbers = [row[number] for number in ("registers", "spills") if number in row]
-        return " / ".join(map(str, [*numbers, f"{row['shared'] / KB:.0f} KB"]))
-
     lines = [["kernel", *targets], ["---", *["---:"] * len(targets)]]
-    lines += [[f"`{kernel}`", *(cell(cells.get((kernel, target))) for target in targets)] for kernel in kernels]
+    lines += [[f"`{kernel}`", *(cells.get((kernel, target), "") for target in targets)] for kernel in kernels]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--kernel", nargs="+", default=[])
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--large", action="store_true")
-    parser.add_argument("--all", action="store_true", help="print every launch, not the largest of each kernel")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/data/targets.md")
-    parser.add_argument("--json", action="store_true", help="print each launch as JSON")
     args = parser.parse_args()
-    rows = measure(args.target, args.kernel, args.once, args.large)
-    if args.markdown:
-        print(markdown(rows))
-        return
-    for row in rows if args.all or args.once or args.large else largest(rows):
-        if args.json:
-            print(json.dumps(row))
-            continue
-        name = f"{row['kernel']:<42} {row['case']:<34} {row['target']:<7}"
-        numbers = [f"{row[number]:7}" for number in ("registers", "spills", "shared") if number in row]
-        print(name, row.get("error") or "".join(numbers))
+    rows = measure(args.target, args.once, args.large)
+    print(markdown(rows) if args.markdown else "\n".join(map(json.dumps, rows)))
 
 
 if __name__ == "__main__":
