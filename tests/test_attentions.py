@@ -53,15 +53,6 @@ def by_recurrence(q, k, v, gamma, beta, p, **kwargs):
     return torch.stack(heads, dim=1).unsqueeze(0)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("p", [2, 4])
-def test_propositions_1_and_2_rotated_and_gated_sympow_is_its_recurrence(qkv, p, gated):
-    q, k, v = qkv
-    gamma, u = torch.rand(T, H, dtype=torch.float64).clamp(min=0 if gated else 1), torch.arange(1.0, T + 1).double()
-    y = power_attention(rotary(q, u, N), rotary(k, u, N), v, gamma.log().unsqueeze(0) if gated else None, p=p)
-    assert torch.allclose(y, by_recurrence(q, k, v, gamma, torch.ones(T, dtype=torch.float64), p), rtol=1e-8)
-
-
 @pytest.mark.parametrize("p", [2, 4])
 def test_proposition_3_a_rotation_of_vectors_is_a_rotation_of_features(p):
     P = matrix([0.3, 1.1])
@@ -75,13 +66,20 @@ def test_proposition_3_a_rotation_of_vectors_is_a_rotation_of_features(p):
 
 
 @pytest.mark.parametrize("S_rotates", [False, True])
-@pytest.mark.parametrize("form", ["quadratic", "chunked", "recurrent"])
-def test_conformal_sympow_is_a_conformal_map_of_its_state(qkv, form, S_rotates):
+@pytest.mark.parametrize("conformal", [False, True])
+@pytest.mark.parametrize(
+    "p,form,gated",
+    [(2, "quadratic", True), (2, "chunked", True), (2, "recurrent", True), (2, "auto", False), (4, "auto", True)],
+)
+def test_propositions_1_and_2_rotated_and_gated_sympow_is_a_conformal_map_of_its_state(
+    qkv, p, form, gated, conformal, S_rotates
+):
     q, k, v = qkv
-    gamma, beta = torch.rand(T, H, dtype=torch.float64), 2 * torch.rand(T, dtype=torch.float64)
-    u = beta.cumsum(0)
-    y = power_attention(rotary(q, u, N), rotary(k, u, N), v, gamma.log().unsqueeze(0), p=2, form=form, chunk_size=5)
-    assert torch.allclose(y, by_recurrence(q, k, v, gamma, beta, 2, S_rotates=S_rotates), rtol=1e-7)
+    gamma = torch.rand(T, H, dtype=torch.float64).clamp(min=0 if gated else 1)
+    beta = 2 * torch.rand(T, dtype=torch.float64) if conformal else torch.ones(T, dtype=torch.float64)
+    u, log_g = beta.cumsum(0), gamma.log().unsqueeze(0) if gated else None
+    y = power_attention(rotary(q, u, N), rotary(k, u, N), v, log_g, p=p, form=form, chunk_size=5)
+    assert torch.allclose(y, by_recurrence(q, k, v, gamma, beta, p, S_rotates=S_rotates), rtol=1e-8)
 
 
 def test_fixed_gates_are_alibi(qkv):

@@ -7,9 +7,7 @@ import torch
 from helpers import SMALL, call, dataset  # noqa: F401 (dataset is a fixture)
 
 from sympow import train
-from sympow.attention import ATTENTIONS
 from sympow.attention.operator.memory import generation_bytes
-from sympow.generation import state_file
 from sympow.layers.convolution import Convolution
 from sympow.model import GPT, GPTConfig
 
@@ -64,27 +62,6 @@ def small(attention, **settings):
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
     return model
-
-
-@pytest.mark.parametrize("attention", [*ATTENTIONS, "sympow_gating,softmax"])
-@pytest.mark.parametrize("settings", [{}, dict(output_gate=True, bias=True)])
-@torch.no_grad()
-def test_documents_stay_apart_and_a_state_goes_on(attention, settings, tmp_path):
-    model = small(attention, reset_token=3, **settings)
-    ids = torch.randint(4, 40, (1, 12))
-    ids[0, 5] = 3
-    whole = model(ids)[0]
-    alone = torch.cat([model(part)[0] for part in ids.split((5, 7), dim=1)], 1)
-    assert torch.allclose(whole, alone, atol=1e-9)
-    logits, state = model.read(ids[:, :4], model.empty_state(1), piece=3)
-    assert torch.allclose(logits, whole[:, 3], atol=1e-6)
-    state_file.save_state(tmp_path / "a.state", model, logits, state)
-    _, state = state_file.load_state(tmp_path / "a.state", model)
-    state = state.repeat(2)
-    for t in range(4, 12):
-        logits, state = model.step(ids[0, t].expand(2), state)
-        assert torch.allclose(logits, whole[:, t].expand(2, -1), atol=1e-6)
-    assert sum(layer.conv_inputs.nbytes for layer in state.layers) == 2 * 2 * 8 * 2 * 3 * 32
 
 
 @pytest.mark.parametrize("attention", ["sympow", "heinsen"])

@@ -1,6 +1,6 @@
 """The gate on attention's output: against its formula in float64, and behind a layer's attention.
 
-tests/test_convolution.py has both together in models, whole, packed and in pieces.
+tests/test_model.py and test_variant.py have both together in models, whole, packed and in pieces.
 """
 
 import pytest

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from sympow.attention import rotary as rotary_module
-from sympow.attention.operator import check
 from sympow.attention.rotary import rotary, rotation_rates
 
 
@@ -34,18 +33,6 @@ def test_adjacent_pairs_are_turned_by_u_theta():
     assert torch.allclose(turn(x, 3.7), matrix(angles.tolist()) @ x, rtol=1e-12)
 
 
-@pytest.mark.parametrize("k", [1, 2, 5, 12])
-def test_a_power_of_a_rotation_is_the_rotation_of_the_multiple(k):
-    theta = (2 * math.pi * rotation_rates(6, 50.0)).tolist()
-    power = torch.linalg.matrix_power(matrix(theta), k)
-    assert torch.allclose(power, matrix([k * a for a in theta]), atol=1e-12)
-    x = torch.randn(6, dtype=torch.float64)
-    y = x
-    for _ in range(k):
-        y = turn(y, 1.0, 50.0)
-    assert torch.allclose(y, turn(x, float(k), 50.0), atol=1e-12)
-
-
 def test_scores_depend_on_the_distance_alone():
     q, k = torch.randn(2, 16, dtype=torch.float64)
     scores = [turn(q, 9.5 + s) @ turn(k, 4.0 + s) for s in (0.0, 1.0, 1e3, 1e6)]
@@ -68,7 +55,6 @@ def test_gradients_reach_x_and_u():
 @pytest.mark.parametrize("D", [6, 16])
 def test_the_kernel_computes_the_same_and_its_gradient(D, monkeypatch):
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
-    assert max(check.errors(check.Size("rotary", torch.float32, D), 37, "cpu").values()) < 1e-6
     x, dy = torch.randn(2, 13, 5, D).transpose(1, 2).requires_grad_(), torch.randn(2, 5, 13, D)
     for u in (torch.arange(5.0).double(), torch.rand(2, 5).double()):
         results = []

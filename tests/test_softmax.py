@@ -5,14 +5,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import assert_same_run
 from numerics import Largest, gradients, relative_error
 
 from sympow.attention import softmax
 from sympow.attention.gates import reset_gates
 from sympow.attention.operator import packed
 from sympow.attention.softmax import packed_softmax_attention, softmax_attention
-from sympow.model import GPT, GPTConfig
 
 B, T, H, HKV, D = 2, 24, 4, 2, 8
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -136,50 +134,3 @@ def test_nothing_is_of_size_T_x_T():
     with Largest() as largest:
         packed_softmax_attention(*qkv, resets).sum().backward()
     assert largest.entries <= B * tokens * (H + 2 * HKV) * D < tokens**2
-
-
-def model(**settings):
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=31, n_layer=2, n_head=H, n_kv_head=HKV, n_embd=16, head_dim=4, attention="softmax")
-    return GPT(GPTConfig(**sizes, reset_token=7, **settings))
-
-
-def learn(network, parameters, ids):
-    """Return the loss and the gradients of a network."""
-    _, loss = network(ids, ids.roll(-1, 1))
-    return [loss, *torch.autograd.grad(loss, list(parameters))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_compiled_model_learns_the_same(checkpointing):
-    net = model(activation_checkpointing=checkpointing)
-    compiled = torch.compile(net, backend="aot_eager_decomp_partition", fullgraph=True)
-    for _ in range(2):  # other documents, the same graph
-        ids = torch.randint(0, 31, (B, T))
-        ids[0, 5] = 7
-        expected = learn(net, net.parameters(), ids)
-        for x, reference in zip(learn(compiled, net.parameters(), ids), expected, strict=True):
-            assert torch.allclose(x, reference, rtol=1e-4, atol=1e-6)
-
-
-def test_documents_in_one_sequence_are_what_they_are_alone():
-    net = model().double()
-    ids = torch.randint(8, 31, (1, T))
-    ids[0, 10] = 7
-    logits, _ = net(ids)
-    alone = [net(document)[0] for document in ids.split((10, T - 10), dim=1)]
-    assert torch.allclose(logits, torch.cat(alone, dim=1), rtol=1e-8)
-    net.eval()
-    with torch.inference_mode():  # a prompt in pieces with a state, which has one mask for all heads
-        last, _ = net.read(ids, net.empty_state(1), piece=7)
-    assert torch.allclose(last, logits[:, -1], rtol=1e-8)
-
-
-@pytest.mark.parametrize("settings", [["--attention=softmax"], ["--attention=sympow_gating,softmax", "--window=8"]])
-def test_a_packed_run_goes_on_with_the_same_bits(go, settings):
-    packed_run = (*settings, "--pack=1", "--sample_tokens=0")
-    assert go(*packed_run, "--out_dir=out/a") == 0
-    assert go(*packed_run, "--out_dir=out/b", "--max_iters=3") == 0
-    assert go(*packed_run, "--out_dir=out/b") == 0
-    assert_same_run("out/b", "out/a")

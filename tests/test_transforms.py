@@ -1,7 +1,6 @@
 """What torch asks of the operators beside their numbers: torch.func in PyTorch, and only the gradients asked for."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -14,48 +13,27 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 from test_kernels import DEVICE  # noqa: E402
 
 from sympow.attention import heinsen  # noqa: E402
-from sympow.attention.operator import dispatch  # noqa: E402
+from sympow.attention.operator import check, dispatch  # noqa: E402
+from sympow.attention.operator.check import Size  # noqa: E402
 from sympow.attention.power import power_attention  # noqa: E402
-from sympow.kernels import operators  # noqa: E402
 from sympow.kernels.quadratic import passes as quadratic  # noqa: E402
-from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
-from sympow.kernels.layout import symmetric_power_dim  # noqa: E402
 
-SIZES = dict(p=2, chunk=128)
-
-
-def cases():
-    """Return {name: (function of tensors that returns a tuple, the tensors)}, with padded rows in all of them."""
-    generator = torch.Generator().manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE)
-    B, T, H, HKV, D, E = 1, 20, 2, 1, 12, 8
-    q, k, v, log_g = make(B, T, H, D), make(B, T, HKV, D), make(B, T, HKV, E), logsigmoid(make(B, T, HKV) + 2)
-    Dphi = symmetric_power_dim(D, 2)
-    S, z, m = make(B, HKV, Dphi, E), make(B, HKV, Dphi).abs() + 1, make(B, HKV, D)
-    state = make(B, HKV, D, E).abs(), make(B, HKV, D).abs() + 1
-
-    def heinsen(q, k, v, S, z):
-        y, _, S, z = heinsen_attention(q, k, v, None, m.to(q), S, z, final=True)
-        return y, S, z
-
-    return {
-        "quadratic": (lambda *x: (operators.quadratic_attention(*x, p=4),), (q, k, v, log_g)),
-        "sums": (partial(operators.quadratic_sums, p=2, scale=0.3), (q, k, v, log_g)),
-        "chunked": (partial(operators.chunked_attention, **SIZES, final=True), (q, k, v, log_g, S, z)),
-        "chunked_state": (partial(operators.chunked_state, **SIZES), (k, v, log_g, S, z)),
-        "heinsen": (heinsen, (*(x[:, :5] for x in (q, k, v)), *state)),
-    }
+# padded rows in all of them
+SIZES = [
+    Size("quadratic", torch.float32, 12, 4, True, E=8),
+    Size("sums", torch.float32, 12, 2, True, E=8),
+    Size("chunked", torch.float32, 12, 2, True, E=8),
+    Size("states", torch.float32, 12, 2, True, E=8),
+    Size("heinsen", torch.float32, 12),
+]
 
 
-CASES = cases()
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name != "quadratic")) for name in CASES]
-
-
-def case(name, device=None):
-    """Return (a loss of the case's tensors, the function, the tensors)."""
-    function, tensors = CASES[name]
-    loss = lambda *x: sum(y.sin().sum() for y in function(*x))
-    return loss, function, [x.to(device or DEVICE) for x in tensors]
+def case(size, device=DEVICE):
+    """Return (a loss of the tensors of a size of check.py's table, the tensors)."""
+    inputs, arguments, _ = check.create_inputs(size, 20 if size.p else 5, "cpu")
+    arguments = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    loss = lambda *x: check.OPERATORS[size.form].kernels(**dict(zip(inputs, x)), **arguments).sin().sum()
+    return loss, [x.to(device) for x in inputs.values()]
 
 
 def gradients(loss, tensors, needs):
@@ -64,10 +42,10 @@ def gradients(loss, tensors, needs):
     return [x.grad for x in leaves]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_second_derivatives_are_refused_in_one_line(name):
+@pytest.mark.parametrize("size", SIZES, ids=check.describe)
+def test_second_derivatives_are_refused_in_one_line(size):
     """On the meta device: what is refused depends on no number."""
-    loss, _, (first, *rest) = case(name, "meta")
+    loss, (first, *rest) = case(size, "meta")
     leaf = first.clone().requires_grad_()
     with pytest.raises(NotImplementedError, match="no second derivative.*disable_kernels") as refusal:
         torch.autograd.grad(loss(leaf, *rest), leaf, create_graph=True)[0].sum().backward()
@@ -108,9 +86,11 @@ def test_forward_mode_and_second_derivatives_in_pytorch_agree_with_reverse_mode(
     assert torch.allclose(jvp(of_gradient, tensors, directions)[1], along(of_gradient))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_gradient_alone_has_the_bits_it_has_beside_the_others(name):
-    loss, _, tensors = case(name)
+@pytest.mark.parametrize(
+    "size", [SIZES[0], *(pytest.param(size, marks=pytest.mark.slow) for size in SIZES[1:])], ids=check.describe
+)
+def test_a_gradient_alone_has_the_bits_it_has_beside_the_others(size):
+    loss, tensors = case(size)
     expected = gradients(loss, tensors, [True] * len(tensors))
     for index in range(len(tensors)):
         results = gradients(loss, tensors, [i == index for i in range(len(tensors))])
@@ -119,7 +99,7 @@ def test_a_gradient_alone_has_the_bits_it_has_beside_the_others(name):
 
 
 def test_what_nobody_asks_for_is_not_computed(monkeypatch):
-    loss, _, tensors = case("quadratic")
+    loss, tensors = case(SIZES[0])
     launches = []
 
     @dataclass

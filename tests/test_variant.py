@@ -90,6 +90,9 @@ def tiny(attention, **kwargs):
 FORMS = {  # other forms of attentions
     "mixture": dict(attention="adaptive_power", adaptive="mixture"),
     "positions in turn": dict(attention="sympow_gating", positions="none,rotary"),
+    "signed values": dict(attention="heinsen", values="signed", residual="gpt2"),
+    "softmax, convolved": dict(attention="softmax", convolution=3, output_gate=True, bias=True),
+    "log values": dict(attention="heinsen", values="log", residual="glu"),
 }
 # linear: README's, unless attention/ has one
 REGISTERED = [*dict.fromkeys([*ATTENTIONS, *FORMS, "average", "linear"])]
@@ -117,7 +120,7 @@ TWO = [f"sympow,{second}" for second in ("softmax", "even_power", "sympow_gating
 
 
 @pytest.mark.parametrize(
-    "attention,switch_over", [*((x, None) for x in REGISTERED + TWO), *((pattern, 3) for pattern in TWO)]
+    "attention,switch_over", [*((x, None) for x in REGISTERED + TWO), *((pattern, 3) for pattern in [*TWO, "mixture"])]
 )
 @torch.inference_mode()
 def test_generating_equals_stepping_through_the_model_and_its_forward_pass(average, attention, switch_over):
