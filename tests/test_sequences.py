@@ -4,7 +4,6 @@ The kernels in Triton's interpreter, with TEST_GPU=1 on the GPU; test_combinatio
 """
 
 import gc
-import math
 from itertools import accumulate
 
 import pytest
@@ -78,14 +77,6 @@ def on_kernels(monkeypatch):
     return called
 
 
-def reset_first(lengths, x):
-    """Return x with log_g = -inf at each sequence's first token, as it is without an initial state."""
-    x = dict(x, log_g=torch.zeros(x["k"].shape[:3]).to(x["k"]) if x["log_g"] is None else x["log_g"].clone())
-    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-    x["log_g"][:, starts[starts < sum(lengths)].to(DEVICE)] = -math.inf
-    return x
-
-
 slow = pytest.mark.slow
 # lengths, gates, is there an initial state, p
 PACKED = [
@@ -111,14 +102,11 @@ def test_states_of_sequences_whose_lengths_cannot_be_read_are_refused(monkeypatc
 
 
 @pytest.mark.parametrize("form,gates", [("quadratic", "zeros"), pytest.param("chunked", "none", marks=slow)])
-def test_without_states_packed_sequences_are_resets(form, gates, on_kernels):
+def test_without_states_packed_sequences_are_computed_at_once(form, gates, on_kernels):
     lengths = [64, 0, 37, 30, 0]
     cu_seqlens, x = make(lengths, gates, heads=(1, 1), state=False)
     found = results(packed, x, cu_seqlens=cu_seqlens, form=form, return_state=False)
     assert on_kernels == [f"{form}_attention"]
-    as_resets = reset_first(lengths, x)
-    for name, r in results(packed, as_resets, form=form, return_state=False).items():
-        assert name not in found or torch.equal(found[name], r), name
     assert_near_float64(found, x, cu_seqlens=cu_seqlens, return_state=False)
 
 

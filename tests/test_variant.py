@@ -154,7 +154,8 @@ def test_a_state_is_repeated_sized_and_saved(average, attention, tmp_path):
     assert torch.allclose(one, both[:1], atol=1e-4) and torch.allclose(one, both[1:], atol=1e-4)
 
 
-def test_every_test_takes_a_new_attention_by_its_name(tmp_path):
+@pytest.mark.parametrize("collect", [["--collect-only", "-qq"], pytest.param([], marks=pytest.mark.slow)])
+def test_every_test_takes_a_new_attention_by_its_name(collect, tmp_path):
     """README's way to test an attention of one's own: `pytest -v -k NAME FILES`, which says what it selects."""
     (tmp_path / "plugin.py").write_text(
         "def pytest_collection(session):\n    import sys, test_variant\n\n"
@@ -165,11 +166,22 @@ def test_every_test_takes_a_new_attention_by_its_name(tmp_path):
     ((options, names),) = re.findall(command, Path(ROOT, "README.md").read_text())
     files = [f"tests/test_{name}.py" for name in names.split(",")]
     path = os.pathsep.join((ROOT, os.path.join(ROOT, "tests"), str(tmp_path)))
-    options = ["-p", "plugin", "-p", "no:cacheprovider", *options.split(), "brand_new", "-m", "slow or not slow"]
-    done = run("-m", "pytest", *options, *files, env={"PYTHONPATH": path}, check=False, cwd=ROOT)
+    options = [
+        "-p",
+        "plugin",
+        "-p",
+        "no:cacheprovider",
+        *options.split(),
+        "brand_new",
+        "-m",
+        "slow or not slow",
+        *collect,
+    ]
+    done = run("-m", "pytest", *options, *collect, *files, env={"PYTHONPATH": path}, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout
-    assert re.search(r"collected \d+ items / \d+ deselected / \d\d selected", done.stdout)
-    assert all(re.search(rf"\n{file}::\w+\[.*brand_new.*\] PASSED", done.stdout) for file in files)
+    assert collect or re.search(r"collected \d+ items / \d+ deselected / \d\d selected", done.stdout)
+    ending = "" if collect else " PASSED"
+    assert all(re.search(rf"^{file}::\w+\[.*brand_new.*\]{ending}", done.stdout, re.M) for file in files)
 
 
 def add_line(path, start, line):
