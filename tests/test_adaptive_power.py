@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from numerics import gradients
 from torch.nn import functional as F
 
-from sympow.attention.operator import forms, memory
+from sympow.attention.operator import forms
 from sympow.attention import naive
 from sympow.attention.adaptive_power import PowerNetwork, adaptive_power_attention, mixture_attention, mixture_weights
 from sympow.attention.power import power_attention
@@ -31,17 +32,11 @@ def inputs(T, dtype=torch.float64, B=2, H=4, Hkv=2, D=16, E=16, documents=False)
     return [q, k, v, powers.to(dtype)], log_g, make(B, T, H, E)
 
 
-def results(attention, tensors, dy, to=lambda x: x):
-    leaves = [to(x).detach().requires_grad_() for x in tensors]
-    y = attention(*leaves)
-    return [y, *torch.autograd.grad(y, leaves, to(dy))]
-
-
 def assert_right(attention, tensors, log_g, dy, tolerance):
     """Compare y and the gradients to q, k, v and powers with float64 of the same inputs."""
     log_g64 = None if log_g is None else log_g.double()
-    expected = results(lambda *x: naive.adaptive(*x, log_g64), tensors, dy, torch.Tensor.double)
-    for name, x, r in zip(("y", "dq", "dk", "dv", "dp"), results(attention, tensors, dy), expected):
+    expected = gradients(lambda *x: naive.adaptive(*x, log_g64), tensors, dy, torch.Tensor.double)
+    for name, x, r in zip(("y", "dq", "dk", "dv", "dp"), gradients(attention, tensors, dy), expected):
         floor = (1e-3 if r.shape[1] > 1 else 1) * dy.double().norm()  # a single token has no gradient but rounding
         error = (x.double() - r).norm() / max(r.norm(), floor)
         assert error <= tolerance, f"{name}: error {error:.1e}"  # NaN is not
@@ -105,21 +100,11 @@ def test_the_sizes_of_q_and_k_change_nothing_and_later_tokens_no_earlier_row():
     assert changed[:, 9].isnan().all() and torch.equal(changed[:, 10:], y[:, 10:])
 
 
-def test_arguments_that_do_not_fit_are_refused_in_one_line():
-    (q, k, v, powers), log_g, _ = inputs(9)
-    arguments = dict(q=q, k=k, v=v, powers=powers)
-    for change, message in (
-        (dict(powers=powers[:, 1:]), r"powers must be floating point \[B, n\] = \[2, 9\], got torch.float64 \[2, 8\]"),
-        (dict(powers=powers.int()), "powers must be floating point"),
-        (dict(k=k[:, 1:], v=v[:, 1:]), "the last n of T tokens, got n=9 above T=8"),
-        (dict(k=k[..., 1:]), "do not fit"),
-        (dict(q=q[:, :, :3]), "multiple of the key/value heads, got 3 and 2"),
-        (dict(k=k.float()), "one floating dtype"),
-        (dict(q=q[0]), r"must be \[B, T, H, D\]"),
-        (dict(log_g=torch.zeros(2, 9, 4)), r"log_g must be \[B, T, Hkv\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            adaptive_power_attention(**arguments | change)
+def test_powers_that_do_not_fit_are_refused():
+    (q, k, v, powers), _, _ = inputs(9)
+    for wrong in (powers[:, 1:], powers.int()):
+        with pytest.raises(ValueError, match=r"powers must be floating point \[B, n\] = \[2, 9\], got"):
+            adaptive_power_attention(q, k, v, wrong)
 
 
 def test_float16_is_computed_as_float32_and_comes_back():
@@ -169,25 +154,23 @@ def test_p_is_of_the_queries_before_they_are_rotated():
 @pytest.mark.parametrize("adaptive", ["continuous", "mixture"])
 def test_mean_and_spread_of_p_are_reported_for_each_layer(adaptive):
     model, ids = tiny(adaptive=adaptive, p_max=6.0), torch.randint(0, 97, (2, 30))
-    seen = []
-    for block in model.transformer.h:
-        block.attn.mix.power.register_forward_hook(lambda module, given, powers: seen.append(powers))
-    found = model.statistics(ids)
-    seen = seen[::2]  # each layer computes them for the statistics and for its output
-    assert found["power"] == [x.mean().item() for x in seen] and all(2 < x < 6 for x in found["power"])
-    assert found["power_std"] == pytest.approx([x.std(correction=0).item() for x in seen])
-    assert min(found["power_std"]) > 0
+    powers = []
+    for mix in model.mixes():
+        mix.power.register_forward_hook(lambda module, args, y: powers.append(y))
+    statistics = model.statistics(ids)
+    powers = powers[::2]  # each layer computes them for the statistics and for its output
+    assert statistics["power"] == [x.mean().item() for x in powers] and 2 < min(statistics["power"])
+    assert statistics["power_std"] == pytest.approx([x.std(correction=0).item() for x in powers])
+    assert max(statistics["power"]) < 6 and 0 < min(statistics["power_std"])
 
 
 @pytest.mark.parametrize(
     "settings,message",
     [
         (dict(p_min=4.0, p_max=4.0), "p_min must be below p_max, both finite, got 4.0 and 4.0"),
-        (dict(p_min=2.0, p_max=math.nan), "p_min must be below p_max, both finite, got 2.0 and nan"),
         (dict(p_max=math.inf), "both finite, got 2.0 and inf"),
         (dict(p_min=0.5), "p_min must be at least 1, got 0.5"),
         (dict(adaptive="mixture", p_max=3.0), "must be even integers, got 2.0 and 3.0"),
-        (dict(adaptive="mixture", p_min=1.0), "must be even integers, got 1.0 and 4.0"),
         (dict(adaptive="mixture", p_max=1e7), "p_max must be at most 8 for adaptive=mixture, got 10000000.0"),
         (dict(p_max=1e300), "p_max must be at most 1000 for adaptive=continuous"),
         (dict(adaptive="floor"), "adaptive must be one of continuous, mixture, got 'floor'"),
@@ -200,20 +183,6 @@ def test_wrong_powers_are_refused(settings, message):
     assert GPTConfig(attention="adaptive_power", p_min=1.5, p_max=2.7).adaptive == "continuous"
 
 
-@pytest.mark.parametrize("switch_over", [1, 5, "always"])
-@torch.inference_mode()
-def test_a_mixture_is_generated_from_a_state_of_fixed_size(switch_over):
-    model, ids = tiny(adaptive="mixture", reset_token=7).double(), torch.randint(0, 97, (2, 90))
-    expected, _ = model(ids)
-    logits, state = model.read(ids[:, :40], model.empty_state(2, switch_over), piece=16)
-    for t in range(40, 90):
-        assert (logits - expected[:, t - 1]).abs().max() < 1e-9 < expected.std()
-        logits, state = model.step(ids[:, t], state)
-    layer = state.layers[0]
-    assert layer.S.shape == (2, 2, 36 + 330, 8) and layer.z.shape == (2, 2, 366)  # p = 2 and p = 4
-    assert layer.cached_tokens < 64 and layer.repeat(2).S.shape[0] == 4
-
-
 def test_states_of_other_variants_are_refused():
     qkv, x = torch.randn(1, 1, 8, 8), torch.empty(1, 1, 32)
     S, z = torch.zeros(1, 2, 36, 8), torch.zeros(1, 2, 36)  # sympow's
@@ -221,20 +190,6 @@ def test_states_of_other_variants_are_refused():
     for adaptive, message in (("mixture", "has 366 features, got 36"), ("continuous", "has no S and z, got S")):
         with pytest.raises(ValueError, match=message):
             tiny(adaptive=adaptive).transformer.h[0].attn.mix(x, qkv, state=state)
-
-
-def test_memory_that_would_not_suffice_is_named(monkeypatch):
-    monkeypatch.setattr(memory, "free_memory", lambda device: 5 * 10**8)
-
-    def check(**settings):
-        model = tiny(**settings)
-        mixes, state = [block.attn.mix for block in model.transformer.h], model.empty_state(1, "always")
-        memory.check_generation_fits(mixes, state, 10, 1, 4, torch.float32, torch.device("cpu"))
-
-    check(adaptive="mixture")
-    check(adaptive="continuous", head_dim=64)
-    with pytest.raises(MemoryError, match=r"p=\(2, 4\), head dimension 64, 2 layers of 2 heads"):
-        check(adaptive="mixture", head_dim=64)
 
 
 def test_flops_count_each_power_of_a_mixture():
@@ -247,12 +202,8 @@ def test_flops_count_each_power_of_a_mixture():
     assert flops(adaptive="mixture", form="chunked", chunk_size=16) == expected
 
 
-def test_on_a_gpu_continuous_is_planned_in_pytorch():
-    assert tiny().transformer.h[0].attn.mix.plans(4096, torch.bfloat16, "cuda") == []
-
-
 def test_torch_compile_does_not_unroll_many_blocks(monkeypatch):
-    model, ids, graphs = tiny(), torch.randint(0, 97, (2, 200)), []
+    model, ids, graphs = tiny(n_layer=1), torch.randint(0, 97, (2, 200)), []
 
     def keep(graph, inputs):
         graphs.append(graph)

@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from numerics import Largest, relative_error
+from numerics import DEVICE, Largest, relative_error
 
 from sympow.attention import ATTENTIONS, LogState, PowerState, heinsen
-from sympow.attention.operator import check, dispatch, heinsen_forms
+from sympow.attention.operator import check, heinsen_forms
 from sympow.attention import heinsen_attention
 from sympow.attention import heinsen_naive as naive
 from sympow.attention.positions import LogPosition, log_recurrence
@@ -22,13 +22,13 @@ CHUNK = 16
 def inputs(T, n=None, B=2, H=4, Hkv=2, D=5, E=6, dtype=torch.float64, resets=False, state=False, change=lambda k: k):
     """Return q, k, v (and S0, z0) as float64 leaves with values that are exact in dtype, resets or None, m0 or None."""
     generator = torch.Generator().manual_seed(T)
-    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator).to(DEVICE)
     tensors = [make(B, n or T, H, D), change(make(B, T, Hkv, D)), make(B, T, Hkv, E)]
     m, *Sz = naive.state_after(make(B, 5, Hkv, D), make(B, 5, Hkv, E)) if state else (None,)
     leaves = [x.to(dtype).double().requires_grad_() for x in tensors] + [
         x.float().double().requires_grad_() for x in Sz
     ]
-    resets = torch.rand(B, T, generator=generator) < 0.1 if resets else None
+    resets = (torch.rand(B, T, generator=generator) < 0.1).to(DEVICE) if resets else None
     return leaves, resets, m if m is None else m.float().double()
 
 
@@ -50,7 +50,7 @@ def assert_equal_to_specification(made, *, tolerance, gradients=None, dtype=torc
     y = naive.quadratic(*leaves[:3], values=values, resets=resets, initial_state=state)
     reference, *after = naive.state_after(*leaves[1:3], values=values, resets=resets, initial_state=state)
     generator = torch.Generator().manual_seed(1)
-    dys = [torch.randn(x.shape, generator=generator).to(dtype).double() for x in (y, *after)]
+    dys = [torch.randn(x.shape, generator=generator).to(dtype).to(x) for x in (y, *after)]
     expected = [y, *after, *torch.autograd.grad([y, *after], leaves, dys)]
 
     cast = [x.detach().to(t).requires_grad_() for x, t in zip(leaves, [dtype] * 3 + [sums] * 2)]
@@ -149,8 +149,8 @@ def test_it_can_be_differentiated_twice():
 RANGES = {
     "plain": lambda k: k,
     "large": lambda k: 80 * k.tanh(),
-    "growing": lambda k: k + torch.linspace(-40, 40, k.shape[1])[:, None, None],  # by e^80 in a chunk
-    "falling": lambda k: k + torch.linspace(40, -40, k.shape[1])[:, None, None],
+    "growing": lambda k: k + torch.linspace(-40, 40, k.shape[1], device=k.device)[:, None, None],  # by e^80 in a chunk
+    "falling": lambda k: k + torch.linspace(40, -40, k.shape[1], device=k.device)[:, None, None],
     "a large key": lambda k: torch.where((torch.arange(k.shape[1]) == 100)[:, None, None], 80, k),
     "a feature far below": lambda k: k - 80 * (torch.arange(k.shape[3]) % 2),
 }
@@ -327,14 +327,6 @@ QKV = dict(q=torch.zeros(1, 3, 4, 5), k=torch.zeros(1, 3, 2, 5), v=torch.zeros(1
             dict(initial_state=heinsen_forms.empty_log_state(1, 2, 5, 6, torch.float64)),
             "initial_state must be torch.float32 for q of torch.float32, got .*float64",
         ),
-        (dict(k=torch.zeros(1, 3, 2, 4)), r"do not fit: \[1, 3, 4, 5\], \[1, 3, 2, 4\], \[1, 3, 2, 6\]"),
-        (dict(v=torch.zeros(1, 2, 2, 6)), "do not fit"),
-        (dict(q=torch.zeros(1, 4, 4, 5)), "the last n of T tokens, got n=4 above T=3"),
-        (dict(q=torch.zeros(1, 3, 3, 5)), "a multiple of the key/value heads, got 3 and 2"),
-        (dict(q=torch.zeros(1, 0, 4, 5)), "must be positive"),
-        (dict(q=torch.zeros(1, 3, 5)), r"must be \[B, T, H, D\], got \[1, 3, 5\]"),
-        (dict(q=QKV["q"].half()), "share one floating dtype, got torch.float16, torch.float32"),
-        ({name: x.long() for name, x in QKV.items()}, "share one floating dtype"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_in_one_line(arguments, message):
@@ -400,25 +392,6 @@ def model_of(**kwargs):
     return model
 
 
-@pytest.mark.parametrize("residual", ["gpt2", "glu"])
-@pytest.mark.parametrize("values", ["signed", "log"])
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.float64, 1e-9)])
-@torch.inference_mode()
-def test_reading_in_pieces_gives_what_one_pass_does(residual, values, dtype, tolerance):
-    model = model_of(residual=residual, values=values, reset_token=7).to(dtype)
-    ids = torch.randint(0, 97, (2, 60))
-    ids[0, 20] = 7
-    logits, state = [], model.empty_state(2)
-    for tokens in ids.split((23, 1, 36), 1):
-        x, state = model.hidden(tokens, state)
-        logits.append(model.logits(x))
-        # two layers of D (E + 2) numbers a head, and log x
-        assert state.bytes() == 2 * (2 * (8 + 2 * 8 * 10 * dtype.itemsize) + 32 * dtype.itemsize)
-    assert torch.allclose(torch.cat(logits, 1), model(ids)[0], atol=tolerance)
-    assert all(layer.S.dtype == dtype for layer in state.layers)
-    assert [layer.position.tolist() for layer in state.layers] == [[60.0, 60.0]] * 2
-
-
 def test_the_gated_residual_layer_takes_the_place_of_the_mlp():
     block = GPT(heinsen_config(residual="glu", n_layer=8)).transformer.h[0]
     layer, x = block.attn.c_proj, torch.randn(2, 32)
@@ -460,28 +433,14 @@ def test_its_products_are_counted_by_form():
 # ---- the way to the kernels
 
 
-def stand_in(q, k, v, documents=None, m=None, S=None, z=None, *, final=False):
-    """Compute the kernels' results in PyTorch."""
-    resets = None
-    if documents is not None:
-        assert documents.dtype == torch.int32
-        resets = torch.diff(documents, dim=1, prepend=torch.zeros_like(documents[:, :1])) > 0
-    state = None if m is None else LogState(m, S, z)
-    y, state = heinsen_forms.attend(q, k, v, resets=resets, initial_state=state)
-    return y.to(v.dtype), *(state if final else (None, None, None))
-
-
 @pytest.fixture
 def kernels(monkeypatch):
-    """Let dispatch believe that tensors are on a GPU with kernels, which PyTorch stands for; return their calls."""
-    calls = []
-    why_not = dispatch.why_not
-    monkeypatch.setattr(heinsen, "why_not", lambda form, device, *sizes: why_not(form, "cuda", *sizes))
-    unsupported = lambda form, dtype, D, E, p, device: "" if D == E == 8 else f"D={D}"
-    monkeypatch.setattr(dispatch.backend, "why_not", unsupported)
-    run = lambda *args, **kwargs: calls.append((args[0].shape[1], args[0].dtype)) or stand_in(*args, **kwargs)
-    monkeypatch.setattr("sympow.kernels.heinsen.operator.heinsen_attention", run)
-    monkeypatch.setattr(dispatch, "_warned", set())
+    """Let heinsen_attention take the kernels, in the interpreter, for all but float64; return their calls."""
+    operator = pytest.importorskip("sympow.kernels.heinsen.operator", reason="Triton has no wheel for this system")
+    calls, attend = [], operator.heinsen_attention
+    run = lambda *args, **kwargs: calls.append((args[0].shape[1], args[0].dtype)) or attend(*args, **kwargs)
+    monkeypatch.setattr(operator, "heinsen_attention", run)
+    monkeypatch.setattr(heinsen, "why_not", lambda form, device, dtype, *sizes: "no" * (dtype == torch.float64))
     return calls
 
 
@@ -489,60 +448,29 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize(
     "n,resets,state,dtype,tolerance",
     [
-        (40, True, True, torch.float32, 1e-5),
-        (13, True, False, torch.float32, 1e-5),
+        (24, True, True, torch.float32, 1e-5),
+        (18, True, False, torch.float32, 1e-5),
         (13, False, True, torch.float32, 1e-5),
-        (40, False, False, torch.float16, 1e-3),
+        (24, False, False, torch.float16, 1e-3),
     ],
 )
 def test_kernels_are_asked_for_the_last_queries_with_the_state_of_the_tokens_before(
     kernels, values, n, resets, state, dtype, tolerance
 ):
     """float16 is computed by the float32 kernels and comes back as float16."""
-    made = inputs(40, n, D=8, E=8, dtype=dtype, resets=resets, state=state)
+    grow = (lambda k: 20 * k) if dtype == torch.float32 else (lambda k: k)
+    made = inputs(24, n, B=1, H=2, Hkv=1, D=16, E=16, dtype=dtype, resets=resets, state=state, change=grow)
     assert_equal_to_specification(made, dtype=dtype, values=values, tolerance=tolerance)
     assert kernels == [(n, torch.float32)]
 
 
-def test_sizes_that_the_kernels_do_not_take_run_in_pytorch_with_one_line(kernels):
-    message = "heinsen attention runs in plain PyTorch, not on its Triton kernels: D=5"
-    with pytest.warns(UserWarning, match=message) as warnings:
-        heinsen_attention(**QKV)
-        heinsen_attention(**QKV)
-    assert len(warnings) == 1
-    heinsen_attention(*inputs(3, D=8, E=8)[0])  # float64
-    assert not kernels
-
-
-@pytest.mark.parametrize("failing", ["", "y", "dk"])
-def test_kernels_are_compared_with_float64(monkeypatch, failing):
-    def attention(q, k, v, *args, **kwargs):
-        if failing == "dk":
-            k = k.detach() + (k - k.detach()) * 1.5
-        y, *state = stand_in(q, k, v, *args, **kwargs)
-        return y * (1.1 if failing == "y" else 1), *state
-
-    monkeypatch.setattr("sympow.kernels.heinsen.operator.heinsen_attention", attention)
-    errors = check.errors
-    monkeypatch.setattr(check, "errors", lambda size, T: errors(size, 100, "cpu"))
-    monkeypatch.setattr(check, "remember", lambda name, compare, *rest: compare())
-    problem = check.compare([check.Size("heinsen", torch.float32, 16)])
-    assert problem.startswith("wrong results, heinsen float32 D=16 T=1216: y ") if failing else not problem
-
-
-def test_training_plans_name_the_kernels_that_it_will_use(kernels):
+def test_training_plans_name_the_kernels_that_it_will_use(monkeypatch):
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     bf16 = torch.bfloat16
     for values, v_dtype in (("signed", bf16), ("log", torch.float32)):
         (chosen,) = ATTENTIONS["heinsen"](heinsen_config(values=values)).plans(4096, bf16, "cuda")
         assert chosen.on_kernels and chosen.size == check.Size("heinsen", bf16, 16, v_dtype=v_dtype)  # padded from 8
-
-
-@pytest.mark.parametrize("values", ["signed", "log"])
-def test_the_kernels_in_the_interpreter_equal_the_specification(monkeypatch, values):
-    pytest.importorskip("triton", reason="Triton has no wheel for this system")
-    monkeypatch.setattr(heinsen, "why_not", lambda *sizes: "")
-    made = inputs(24, 18, B=1, H=2, Hkv=1, D=16, E=16, dtype=torch.float32, resets=True, change=lambda k: 20 * k)
-    assert_equal_to_specification(made, dtype=torch.float32, values=values, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("values", ["signed", "log"])
