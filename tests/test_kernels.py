@@ -7,6 +7,7 @@ marked gpu are too large for the interpreter, or ask for a GPU's promises.
 import warnings
 from collections import defaultdict
 from functools import partial
+from itertools import product
 from unittest.mock import Mock
 
 import numerics
@@ -22,7 +23,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 from sympow.attention.operator import dispatch  # noqa: E402
 from sympow.attention.power import power_attention  # noqa: E402
 from sympow.kernels import configs, operators  # noqa: E402
-from sympow.kernels.quadratic import gates, passes as quadratic  # noqa: E402
+from sympow.kernels.quadratic import passes as quadratic  # noqa: E402
 from sympow.kernels.configs import Config  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float32] if GPU else [torch.float32]
@@ -64,13 +65,6 @@ def extra_memory(attention, leaves, dy):
     return torch.cuda.memory_stats()["requested_bytes.all.peak"] - allocated - outputs
 
 
-def compiled_kernels(*modules):
-    """Return how many kernels of these modules are compiled for the current GPU."""
-    device = torch.cuda.current_device()
-    kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "device_caches")]
-    return sum(len(x.device_caches[device][0]) for x in kernels)
-
-
 def assert_right(tensors, dy, p, oracle=naive.quadratic):
     """Compare kernel and oracle: bfloat16 to 4e-3, gradients of long sequences to 8e-3; float32 to 1e-5, dlog_g
     to 2e-5, gradients of long sequences to 1e-4 (dP_ij - delta_i is a small difference where gates are strong). In
@@ -104,7 +98,7 @@ def test_bfloat16_in_the_interpreter_too(p):
 
 @pytest.mark.parametrize("config", [(32, 32, 4, 2), (32, 64, 4, 2), (32, 128, 4, 2), (64, 64, 4, 2), (64, 128, 4, 2)])
 def test_tiles_of_any_shape_give_the_same(config):
-    tensors, dy = inputs(300, "rare zeros", torch.float32)
+    tensors, dy = inputs(300 if GPU else 150, "rare zeros", torch.float32)
     config = Config(*config)
     transposed = config._replace(BM=config.BN, BN=config.BM)
     y, l = quadratic.forward(*tensors, p=4, config=transposed)
@@ -125,18 +119,26 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(p, smallest, size, tenso
     assert_right(tensors, dy.to(dtype), p)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["q", "k", "log_g"])
-@pytest.mark.parametrize("p", [4, 6])
-def test_nan_comes_out_as_nan_and_changes_no_row_before_it(p, name, value):
-    tensors, _ = inputs(SHORT, "near one", DTYPES[0], H=4, Hkv=2)
-    y = operators.quadratic_attention(*tensors, p=p)
-    token = SHORT - 15
+chunks = partial(operators.chunked_attention, p=2, chunk=128)
+nan, inf = float("nan"), float("inf")
+NAN = [
+    (partial(operators.quadratic_attention, p=p), SHORT, name, value)
+    for p, name, value in product((4, 6), ("q", "k", "log_g"), (nan, inf))
+]
+NAN += [(lambda *x: chunks(*x)[0], 190, *pair) for pair in (("q", inf), ("k", nan), ("v", inf), ("log_g", nan))]
+
+
+@pytest.mark.parametrize("attention,T,name,value", NAN)
+def test_nan_comes_out_as_nan_and_changes_no_row_before_it(attention, T, name, value):
+    """In the chunked form, of a token in the second chunk; a value also reaches the rows of its tile."""
+    tensors, _ = inputs(T, "near one", DTYPES[0], H=4, Hkv=2)
+    y, token = attention(*tensors), T - 15
     tensors[("q", "k", "v", "log_g").index(name)][:, token, 0, ...] = value
-    with_nan = operators.quadratic_attention(*tensors, p=p)
+    changed = attention(*tensors)
     heads, rows = (slice(0, 1), slice(token, token + 1)) if name == "q" else (slice(0, 2), slice(token, None))
-    assert with_nan[:, rows, heads].isnan().all()
-    assert torch.equal(with_nan[:, :token], y[:, :token]) and torch.equal(with_nan[:, :, 2:], y[:, :, 2:])
+    assert not changed[:, rows, heads].isfinite().any() and (T != SHORT or changed[:, rows, heads].isnan().all())
+    rows = 128 if name == "v" else token
+    assert torch.equal(changed[:, :rows], y[:, :rows]) and torch.equal(changed[:, :, 2:], y[:, :, 2:])
 
 
 @pytest.mark.parametrize("gates", ["none", "zeros"])
@@ -222,13 +224,6 @@ def test_the_operator_keeps_torchs_rules(gates, normalize):
     torch.library.opcheck(torch.ops.sympow.quadratic.default, (*leaves_of(tensors), 2, 0.25, normalize))
 
 
-def test_a_compiled_function_has_no_graph_break():
-    tensors, dy = inputs(70, "learned", DTYPES[0])
-    attention = lambda q, k, v, log_g: operators.quadratic_attention(2 * q, k, v, log_g, p=2) + 1
-    compiled = torch.compile(attention, fullgraph=True, backend="inductor" if GPU else "aot_eager")
-    assert_close(gradients(compiled, tensors, dy), gradients(attention, tensors, dy), 1e-2 if GPU else 1e-6)
-
-
 def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch):
     """On a GPU as it is; on the CPU by pretending that it is one."""
     if not GPU:
@@ -247,16 +242,6 @@ def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch)
         _, expected = attend(*exact, return_state=True)
         attend(*tensors, initial_state=state)
     assert_close(state, expected, 1e-5)
-    for widths, message in (((260, 260, 16), "head dimension 260 "), ((16, 16, 260), "values 260 wide")):
-        wide = [torch.nn.functional.pad(x, (0, width - 16)) for x, width in zip(tensors, widths)]
-        with pytest.warns(UserWarning, match=message):
-            attend(*wide)
-        with warnings.catch_warnings(action="error"):  # once
-            attend(*wide)
-    assert kernels.call_count == 1
-    monkeypatch.setattr(dispatch, "_disabled", "they gave wrong results")
-    with pytest.warns(UserWarning, match="wrong results"):
-        attend(*tensors)
 
 
 def test_every_choice_of_tiles_is_one_the_kernels_take():
@@ -311,12 +296,3 @@ def test_extra_memory(gates, limit):
     leaves = [x for x in leaves_of(tensors) if x is not None]
     extra = extra_memory(partial(operators.quadratic_attention, p=4), leaves, dy)
     assert extra / (T * H) <= limit, f"{extra / (T * H):.1f} bytes a row and head"
-
-
-@pytest.mark.gpu
-def test_a_new_length_compiles_nothing():
-    counts = []
-    for T in (2048, 512, 1000, 1, 2049, 333):  # more kernels from gates.TOKENS on, others below: these two have all
-        kernel_gradients(*inputs(T, "learned", torch.bfloat16, B=2, H=4, Hkv=2, D=64), p=4)
-        counts.append(compiled_kernels(quadratic, gates))
-    assert counts[1:] == counts[1:2] * (len(counts) - 1)
