@@ -2,7 +2,6 @@
 
     python tests/compare_versions.py OLD_TREE NEW_TREE                  # every case: four minutes on two idle cores
     python tests/compare_versions.py OLD_TREE NEW_TREE --only softmax   # one case; --only may be repeated
-    python tests/compare_versions.py OLD_TREE NEW_TREE --keep FOLDER    # keep datasets and runs in a new folder
 
 The two trees run beside each other with this interpreter, on the CPU. A case is one tiny training, or several, and a
 sample from the last one. Modules may have other names in the two trees, so this script uses command lines and files
@@ -72,11 +71,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs=2, metavar="TREE", type=Path)
     parser.add_argument("--only", action="append", choices=CASES)
-    parser.add_argument("--keep", metavar="FOLDER")
     args = parser.parse_args()
     trees = [tree.resolve() for tree in args.trees]
     with TemporaryDirectory() as temporary:
-        folder = Path(args.keep or temporary).resolve()
+        folder = Path(temporary).resolve()
         write_texts(folder / "texts")
         folders = [folder / "old", folder / "new"]
         equal = [compare(prepare, trees, folders, "data")]

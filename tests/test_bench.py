@@ -140,7 +140,6 @@ def test_the_cost_model_is_fitted_to_what_is_measured(monkeypatch, capsys):
 
 def test_the_picture_of_costs_has_the_rows_of_both_programs(tmp_path, monkeypatch, capsys):
     training = [dict(attention="softmax", context=n, tokens_per_second=1e6 / n, step_ms=1.0) for n in (8, 4)]
-    training += [dict(attention="sympow_gating", context=4, tokens_per_second=500_000, step_ms=1.0)]
     training += [dict(attention="softmax", context=16, failed="out of memory")]
     generation = [dict(name="softmax", batch=b, context=n, p50=float(b * n)) for b in (1, 64) for n in (4, 8)]
     for name, rows in dict(training=training, generation=generation).items():
@@ -150,9 +149,5 @@ def test_the_picture_of_costs_has_the_rows_of_both_programs(tmp_path, monkeypatc
     png = tmp_path / "cost.png"
     assert call(sample.main, "--plot", tmp_path / "training.json", tmp_path / "generation.json", f"--png={png}") == 0
     lines = [{line.get_label(): line.get_xydata().tolist() for line in axis.lines} for axis in figures[0].axes]
-    softmax, power = [[4, 4], [8, 8]], sample.LABELS["sympow_gating"]
-    assert lines[0]["softmax"] == lines[1]["softmax"] == softmax and (lines[0][power], lines[1][power]) == (
-        [[4, 2]],
-        [],
-    )
+    assert lines[0]["softmax"] == lines[1]["softmax"] == [[4, 4], [8, 8]]
     assert png.stat().st_size > 1000 and str(png) in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """The decoder against `GPT.step`: on the CPU in Triton's interpreter, in float32; with TEST_GPU=1 on the GPU."""
 
 import warnings
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -172,16 +171,6 @@ def test_heinsens_state_is_neutral_to_the_size_of_keys(values):
         decoder.weights[0].qkv.weight[64:].mul_(1000)
         decoder.step()
         assert decoder.logits.isnan().all()  # beyond the bound of log values
-
-
-@torch.inference_mode()
-def test_layers_of_two_powers_are_flushed_each_into_its_own_state():
-    model = tiny(attention="sympow", n_layer=2, head_dim=8 if not GPU else 16)
-    model.transformer.h[1].attn.mix = ATTENTIONS["sympow"](replace(model.config, p=4))
-    state, decoder = start(model, 1, 3, 6)
-    state = step_both(model, state, decoder, 3, 1e-4)
-    assert [layer.power[1].shape for layer in decoder.layers] == [layer.z.shape for layer in state.layers]
-    assert state.layers[1].z.shape[2] > state.layers[0].z.shape[2]
 
 
 @pytest.mark.parametrize(
