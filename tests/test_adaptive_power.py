@@ -155,8 +155,8 @@ def test_p_is_of_the_queries_before_they_are_rotated():
 def test_mean_and_spread_of_p_are_reported_for_each_layer(adaptive):
     model, ids = tiny(adaptive=adaptive, p_max=6.0), torch.randint(0, 97, (2, 30))
     powers = []
-    for mix in model.mixes():
-        mix.power.register_forward_hook(lambda module, args, y: powers.append(y))
+    for block in model.transformer.h:
+        block.attn.mix.power.register_forward_hook(lambda module, args, y: powers.append(y))
     statistics = model.statistics(ids)
     powers = powers[::2]  # each layer computes them for the statistics and for its output
     assert statistics["power"] == [x.mean().item() for x in powers] and 2 < min(statistics["power"])

@@ -59,10 +59,11 @@ def test_a_compiled_function_has_no_graph_break(size):
     """In the graph the operator stands between others."""
     inputs, arguments, dy = check.create_inputs(size, 40 if size.form == "heinsen" else 130, DEVICE)
     attend = lambda q, **rest: check.OPERATORS[size.form].kernels(q=2 * q, **rest) + 1
-    compiled = torch.compile(attend, fullgraph=True, backend="inductor" if GPU else "aot_eager")
-    both = [check.differentiate(function, inputs, arguments, dy) for function in (compiled, attend)]
-    tolerance = 1e-2 if size.dtype == torch.bfloat16 else 1e-5
-    assert_close(both[0].values(), both[1].values(), tolerance)
+    functions = torch.compile(attend, fullgraph=True, backend="inductor" if GPU else "aot_eager"), attend
+    results, expected = (check.differentiate(function, inputs, arguments, dy).values() for function in functions)
+    if size.form == "chunked" or not GPU:
+        assert all(map(torch.equal, results, expected))
+    assert_close(results, expected, 1e-2 if size.form == "quadratic" else 1e-5)
 
 
 @pytest.mark.parametrize("wrong", ["y", "dx"])
