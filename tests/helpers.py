@@ -267,6 +267,37 @@ def make_dataset(folder, text=None):
     return str(folder / "text")
 
 
+def write_run(folder, tokenizer=None, **settings):
+    """Write the folder of a run whose context grew to 24 tokens, with random weights; return the model.
+
+    tokenizer: of the data, bytes if it is None; settings: of the model, beside its sizes.
+    """
+    import torch
+
+    from sympow.data.files import write_json
+    from sympow.data.tokenizer import Tokenizer
+    from sympow.model import GPT, GPTConfig
+    from sympow.runs import checkpoint
+
+    tokenizer = tokenizer or Tokenizer("bytes")
+    torch.manual_seed(2)
+    config = GPTConfig(n_layer=2, n_head=4, n_embd=32, vocab_size=tokenizer.vocab_size, **settings)
+    model = GPT(config).eval()
+    for x in model.parameters():  # large, so that texts differ
+        x.data.add_(torch.randn_like(x), alpha=0.15)
+    norm = model.transformer.ln_wte if config.embedding_norm else model.transformer.ln_f
+    norm.weight.data.neg_()  # else the head, which is the embedding, repeats the last token
+    os.makedirs(folder)
+    with checkpoint.Writer(str(folder)) as writer:
+        writer.save(model, torch.optim.AdamW(model.parameters()), checkpoint.Progress(7, model=vars(config)))
+    run = dict(dataset="pystdlib", data="0123", init_from="auto", block_size=16, then="24@0.5", learning_rate=6e-4)
+    write_json(f"{folder}/config.json", run | {"version": checkpoint.VERSION, "model": vars(config)})
+    rows = [{"step": step, "val_loss": 6.0 - step, "tokens": 100 * step} for step in (0, 1, 1, 2)]
+    pathlib.Path(folder, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer.save(str(folder))
+    return model
+
+
 @pytest.fixture(scope="session")
 def layer_norms():
     """Skip a test of what has GPT-2's norms, such as the decoder, if somebody has put others into model.py."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import call, run
+from helpers import call, run, write_run
 
 import sympow
 from sympow import export
@@ -18,8 +18,7 @@ from sympow.data import DataError
 from sympow.data.huggingface import tokenizers_json
 from sympow.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
 from sympow.generation.generate import generate
-from sympow.model import GPT, GPTConfig
-from sympow.runs import checkpoint
+from sympow.model import GPTConfig
 
 os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp())  # read when transformers is imported
 TEXT = "def f(x):\n    return 'caf\u00e9 \u4e16\u754c' + str(12345)  # it's\t3.14 \r\n"
@@ -36,48 +35,14 @@ CONFIGS = {
 }
 
 
-@pytest.fixture
-def run_folder(tmp_path):
-    """Return a function that writes a run's folder with random weights, and returns (its path, the model)."""
-
-    def write(tokenizer=Tokenizer("bytes"), **settings):
-        torch.manual_seed(1)
-        config = GPTConfig(n_layer=2, n_head=4, n_embd=32, vocab_size=tokenizer.vocab_size, **settings)
-        model, run = GPT(config).eval(), tmp_path / "out" / "a"
-        for x in model.parameters():  # large, so that the text is not one letter again and again
-            x.data.add_(torch.randn_like(x), alpha=0.15)
-        norm = model.transformer.ln_wte if config.embedding_norm else model.transformer.ln_f
-        norm.weight.data.neg_()  # else the head, which is the embedding, repeats the last token
-        os.makedirs(run)
-        with checkpoint.Writer(str(run)) as writer:
-            progress = checkpoint.Progress(7, model=vars(config))
-            writer.save(model, torch.optim.AdamW(model.parameters()), progress)
-        settings = dict(
-            model=vars(config),
-            dataset="pystdlib",
-            data="0123",
-            init_from="auto",
-            block_size=16,
-            then="",
-            learning_rate=6e-4,
-            version=checkpoint.VERSION,
-        )
-        (run / "config.json").write_text(json.dumps(settings))
-        lines = [{"step": step, "val_loss": 6.0 - step, "tokens": 100 * step} for step in (0, 1, 1, 2)]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        tokenizer.save(str(run))
-        return run, model
-
-    return write
-
-
 def export_run(run, target, monkeypatch, *more):
     monkeypatch.setattr(sys, "argv", ["export.py", str(run), f"--to={target}", *more])
     export.main()
 
 
-def test_a_folder_has_all_that_a_model_needs(run_folder, tmp_path, monkeypatch, capsys):
-    run, model = run_folder(attention="sympow_gating")
+def test_a_folder_has_all_that_a_model_needs(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "out/a"
+    model = write_run(run, attention="sympow_gating")
     target = tmp_path / "hf" / "a"
     for _ in range(2):  # an export may replace an earlier one
         export_run(run, target, monkeypatch)
@@ -95,8 +60,9 @@ def test_a_folder_has_all_that_a_model_needs(run_folder, tmp_path, monkeypatch, 
     ]  # fmt: skip
 
 
-def test_mistakes_are_refused(run_folder, tmp_path, monkeypatch, capsys):
-    run, _ = run_folder()
+def test_mistakes_are_refused(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "out/a"
+    write_run(run)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
     for argv, message in (
@@ -110,23 +76,8 @@ def test_mistakes_are_refused(run_folder, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "mine" / "file").read_text() == "mine" and not (tmp_path / "new").exists()
 
 
-def test_of_two_exports_into_one_folder_the_last_stays(run_folder, tmp_path, monkeypatch):
-    run, _ = run_folder()
-    target = tmp_path / "hf"
-
-    def rename(source, destination, real=os.rename):
-        if destination == target:
-            monkeypatch.setattr(os, "rename", real)
-            export.export(run, target)  # of another process
-        real(source, destination)
-
-    monkeypatch.setattr(os, "rename", rename)
-    export.export(run, target)
-    assert sorted(os.listdir(tmp_path)) == ["hf", "out"]
-
-
-def test_the_run_is_named_as_for_the_other_programs_or_is_the_newest(run_folder, tmp_path, monkeypatch, capsys):
-    run_folder()
+def test_the_run_is_named_as_for_the_other_programs_or_is_the_newest(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "out/a")
     monkeypatch.chdir(tmp_path)
     for i, argv in enumerate((["out/a"], ["--out_dir=out/a"], ["--out_dir", "out/a"], [])):
         assert call(export.main, *argv, f"--to=hf{i}") == 0
@@ -180,12 +131,13 @@ def greedy(model, text, n=12):
         for n in CONFIGS
     ],
 )
-def test_transformers_computes_trains_and_generates_as_the_model(run_folder, tmp_path, monkeypatch, name):
+def test_transformers_computes_trains_and_generates_as_the_model(tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run, ours = run_folder(**CONFIGS[name])
+    run = tmp_path / "out/a"
+    ours = write_run(run, **CONFIGS[name])
     export_run(run, tmp_path / "hf", monkeypatch)
     load = lambda of, path: of.from_pretrained(path, trust_remote_code=True)
     model, tokenizer = load(AutoModelForCausalLM, tmp_path / "hf").eval(), load(AutoTokenizer, tmp_path / "hf")
