@@ -207,16 +207,6 @@ def test_ranks_of_a_start_find_each_other_whatever_earlier_starts_left(monkeypat
         assert [stores[rank].get("address") for rank in range(3)] == 3 * [f"{start_number}".encode()]
 
 
-def test_rank_0_knows_which_ranks_have_not_come(monkeypatch):
-    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(server, 0, 4)]))
-    monkeypatch.setattr(time, "sleep", lambda seconds: fail(TimeoutError))
-    missing = set()
-    with pytest.raises(TimeoutError):
-        store_of_this_start(0, 4, missing)
-    assert missing == {1, 2, 3}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", [*FAILURES, "refuses"])
 def test_a_rank_of_the_second_node_that_fails_ends_the_job_with_its_name(dataset, nodes, failure):

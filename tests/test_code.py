@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import ROOT, call, refusal
 
 from sympow import code, compare, evaluate, export, sample
-from sympow.model import GPT, GPTConfig
 from sympow.runs import starts
 
 LAST = "out/a was last trained with"
@@ -70,12 +68,6 @@ def test_every_program_names_the_file_that_changed_and_goes_on(go, clone, caplog
     (clone / "training/optimizer.py").write_text("x = 2")  # which a sample does not depend on
     assert not warnings(sample, "out/a", "--max_new_tokens=1")
     assert warnings(*train, "--max_iters=8")[0].endswith(": training/optimizer.py")
-
-
-@pytest.mark.parametrize("record", [None, [], {"files": None}, {"files": {"model.py": "x"}}])
-def test_nothing_is_said_where_no_code_is_recorded(record, caplog):
-    code.warn_of_changes(LAST, record)
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -153,18 +145,3 @@ def test_a_start_keeps_what_makes_its_code_again(tmp_path, monkeypatch, capsys):
     starts.record_start(tmp_path, 6)
     assert "commit and what differs from it are not kept" in capsys.readouterr().err
     assert starts.read_starts(tmp_path)[-1]["commit"] == ""
-
-
-@pytest.mark.parametrize(
-    "attention,name,value",
-    [
-        ("softmax", "activation", "relu"), ("sympow", "positions", "alibi"), ("sympow_gating", "gate", "slow"),
-        ("heinsen", "values", "root"), ("heinsen", "residual", "none"), ("adaptive_power", "adaptive", "steps"),
-    ],
-)  # fmt: skip
-def test_a_model_takes_no_name_that_it_does_not_know_for_another(attention, name, value):
-    """As where somebody adds a value to those that GPTConfig allows, and forgets a place that should know it."""
-    config = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=64, attention=attention)
-    setattr(config, name, value)
-    with pytest.raises((KeyError, ValueError), match=value):
-        GPT(config)(torch.zeros(1, 4, dtype=torch.int64))

@@ -31,16 +31,6 @@ def read(*argv, hidden=("secret",)):
     return read_settings((Example,), argv, hidden, usage="usage")
 
 
-def test_the_source_of_settings_is_parsed_once(monkeypatch):
-    read("--pack")
-
-    def getsource(cls):  # Python 3.11's, if another thread parses at the same moment
-        raise SystemError("AST constructor recursion depth mismatch")
-
-    monkeypatch.setattr(inspect, "getsource", getsource)
-    assert read("--batch_size=5")[0] == {"batch_size": 5}
-
-
 def test_values_come_from_files_and_the_command_line_and_the_later_wins(tmp_path):
     (tmp_path / "a.py").write_text("import math\nbatch_size = 2 * 8\n_private = 1\n")
     (tmp_path / "b.py").write_text("batch_size = 3\npack = True\n")

@@ -33,7 +33,7 @@ from sympow.data.loader import Windows, eval_batches, train_batch
 from sympow.layers.convolution import Convolution
 from sympow.layers.mixing import convolve_in_context
 from sympow.model import GPT, GPTConfig
-from sympow.training.parallel import Averaged, Layout, split_context, whole_sequences
+from sympow.training.parallel import Layout, split_context, whole_sequences
 
 T, RESET = 32, 7
 CASES = {  # name: the model's settings
@@ -258,36 +258,12 @@ def test_a_resumed_run_has_the_same_bits_on_any_number_of_ranks(dataset, tmp_pat
     assert_same_run(tmp_path / "cut/out", tmp_path / "whole/out")
 
 
-def test_gradients_come_in_the_order_of_the_buckets_in_which_ranks_add_them():
-    """Block by block, from the last to the embeddings, so that ranks add some while others are computed."""
-    model = make_model(attention="softmax", positions="learned", n_positions=T, activation_checkpointing=True)
-    order = []
-    for number, part in enumerate([model.transformer.wpe, *model.transformer.h]):
-        for parameter in part.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _, number=number: order.append(number))
-    for function in (Averaged([model, model.transformer.h]), lambda: model(*make_batch())[1]):
-        order.clear()
-        function().backward()
-        assert order == sorted(order, reverse=True) and {*order} == {0, 1, 2}
-
-
 @pytest.mark.slow
 def test_ranks_that_share_sequences_train_compiled(dataset, tmp_path):
     settings = *HYBRID, "--max_iters=3", "--activation_checkpointing=True"
     train_in(tmp_path / "eager", dataset, 2, *settings)
     train_in(tmp_path / "compiled", dataset, 2, *settings, "--compile=True", main=train_traced)
     assert_near_run(tmp_path / "compiled/out", tmp_path / "eager/out", **ROUNDING)
-
-
-def test_what_is_compiled_is_the_model_or_each_block(monkeypatch):
-    """Blocks, where a graph that breaks would keep those that are computed again from being compiled."""
-    compiled, model = [], make_model()
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function) or function)
-    layout = SimpleNamespace(sharded=False, ranks=SimpleNamespace(distributed=False))
-    assert Layout.wrap(layout, model, True) == (model, model) and compiled == [model]
-    blocks = [block.forward for block in model.transformer.h]
-    assert Layout.wrap(layout, model, False, by_block=True) == (model, model) and compiled == [model]
-    assert Layout.wrap(layout, model, True, by_block=True) == (model, model) and compiled[1:] == [*blocks, model.loss]
 
 
 @pytest.mark.slow

@@ -243,16 +243,6 @@ def test_without_network_a_name_is_refused_in_one_line(go, tmp_path, monkeypatch
         assert "gpt2 cannot be downloaded" in refusal(capsys) and not os.path.exists("out")
 
 
-def test_a_window_is_named_and_left_behind_where_no_layer_has_one(go, capsys):
-    sizes = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--max_iters=1"]
-    assert go(*sizes, "--attention=sympow_gating,softmax", "--window=8", "--out_dir=out/a") == 0
-    capsys.readouterr()
-    for attention, window in (("softmax", 8), ("sympow, softmax", 8), ("sympow_gating", 0)):
-        assert go("--init_from=out/a", f"--attention={attention}", "--max_iters=1", f"--out_dir=out/{attention}") == 0
-        assert ("window=8 becomes 0" in capsys.readouterr().out) == (window == 0)
-        assert run_model(f"out/{attention}").config.window == window
-
-
 # ---- exported folders
 
 

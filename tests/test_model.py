@@ -1,9 +1,7 @@
 """The model: one file, five attentions, the same function read at once or token by token."""
 
 import copy
-import itertools
 import math
-import types
 
 import pytest
 import torch
@@ -369,24 +367,6 @@ def test_only_plain_layers_compiled_on_a_gpu_have_the_gain_in_the_next_weights(m
     )
 
 
-@pytest.mark.usefixtures("layer_norms")
-def test_all_layers_of_a_model_are_compiled_with_the_gain_in_the_next_weights(monkeypatch):
-    folded, model = [], GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, vocab_size=97, attention="sympow_gating,softmax"))
-
-    def folds(x, norm, *linear):
-        assert torch.compiler.is_compiling() and norm_module.plain(norm, *linear)
-        folded.append(norm)
-        return True
-
-    monkeypatch.setattr("sympow.layers.norm.folds", folds)
-    torch.compiler.reset()
-    ids = torch.randint(97, (2, 17))
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = torch.compile(model, fullgraph=True, backend="eager")(ids[:, :-1], ids[:, 1:])[1]
-    loss.backward()
-    assert len(folded) == 5 and all(p.grad.isfinite().all() for p in model.parameters())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_gelu_of_compiled_models_is_exact(dtype):
     x = torch.cat((torch.linspace(-9, 13, 20001), 10 * torch.randn(1000).clamp(min=-0.9))).to(dtype).requires_grad_()
@@ -404,14 +384,3 @@ def test_an_activation_of_ones_own_is_one_line(monkeypatch):
     monkeypatch.setitem(activation.ACTIVATIONS, "relu2", lambda x: x.relu().square())
     mlp, x = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, activation="relu2")).transformer.h[0].mlp, torch.randn(3, 8)
     assert torch.equal(mlp(x, torch.nn.Identity()), mlp.c_proj(mlp.c_fc(x).relu().square()))
-
-
-def test_only_a_compiled_model_on_a_gpu_takes_it(monkeypatch):
-    taken = []
-    monkeypatch.setattr(activation.Gelu, "apply", taken.append)
-    monkeypatch.setattr(activation.F, "gelu", lambda x: None)
-    for compiling in (False, True):
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-        for dtype, on_gpu in itertools.product(DTYPES[1:], (False, True)):
-            activation.gelu(types.SimpleNamespace(dtype=dtype, is_cuda=on_gpu))
-    assert [(x.dtype, x.is_cuda) for x in taken] == [(torch.bfloat16, True)]

@@ -123,37 +123,34 @@ def test_ranks_take_the_same_steps_with_muon(go, dataset):  # noqa: F811
     assert metrics("out/two", "grad_norm")[1] == pytest.approx(metrics("out/one", "grad_norm")[1], rel=1e-2)
 
 
-def rates(steps, seconds=0.0, **settings):
+COSINE = dict(schedule="cosine", warmup_iters=4, max_iters=14)
+TIMED = dict(**COSINE, max_seconds=10)
+WSD = dict(schedule="wsd", decay_share=0.4)
+RATES = [  # settings, seconds, {step: rate}
+    (dict(warmup_iters=4, max_iters=14), 0, {0: 0.2, 3: 0.8, 4: 1.0, 1000: 1.0}),
+    (COSINE, 0, {4: 1.0, 9: 0.55, 14: 0.1, 99: 0.1}),
+    *((TIMED, seconds, {9: rate}) for seconds, rate in ((0, 0.55), (5, 0.55), (7.5, 0.2318), (10, 0.1), (11, 0.1))),
+    (TIMED, 5, {4: 0.55, 9: 0.55, 14: 0.1}),  # the cosine ends with the steps or with the time, whichever is first
+    (TIMED, 10, {0: 0.1, 2: 0.1}),  # no time for the warm-up
+    (TIMED, 1, {0: 0.2, 3: 0.8}),
+    (COSINE, 9, {9: 0.55, 14: 0.1}),
+    (dict(max_seconds=1), 9, {9: 1.0, 14: 1.0}),
+    (WSD, 0, {0: 1.0, 6: 1.0, 7: 0.775, 8: 0.55, 9: 0.325, 10: 0.1, 11: 0.1}),
+    (dict(**WSD, warmup_iters=2), 0, {0: 1 / 3, 1: 2 / 3, 2: 1, 5: 1}),
+    (dict(schedule="wsd", lr_decay_iters=100), 0, {80: 1, 90: 0.55}),
+    (dict(schedule="wsd", decay_share=1.0), 0, {0: 1, 5: 0.55}),
+    *(
+        (dict(**WSD, max_seconds=100), seconds, {3: rate})
+        for seconds, rate in ((0, 1), (59, 1), (80, 0.55), (101, 0.1))
+    ),
+]
+
+
+@pytest.mark.parametrize("settings,seconds,expected", RATES)
+def test_the_rate_warms_up_and_follows_its_schedule_by_steps_or_time(settings, seconds, expected):
     cfg = train.TrainConfig(**{**dict(learning_rate=1.0, min_lr=0.1, max_iters=10), **settings})
-    return [optimizer.learning_rate(i, cfg, seconds) for i in steps]
-
-
-def test_the_rate_warms_up_and_stays_or_follows_a_cosine():
-    settings = dict(warmup_iters=4, max_iters=14)
-    assert rates((0, 3, 4, 1000), **settings) == pytest.approx([0.2, 0.8, 1.0, 1.0])
-    assert rates((4, 9, 14, 99), schedule="cosine", **settings) == pytest.approx([1.0, 0.55, 0.1, 0.1])
-
-
-def test_the_cosine_ends_with_the_steps_or_with_the_time_whichever_is_first():
-    settings = dict(schedule="cosine", warmup_iters=4, max_iters=14, max_seconds=10)
-    by_time = [rates([9], seconds, **settings)[0] for seconds in (0, 5, 7.5, 10, 11)]
-    assert by_time == pytest.approx([0.55, 0.55, 0.2318, 0.1, 0.1], abs=1e-4)
-    assert rates((4, 9, 14), 5, **settings) == pytest.approx([0.55, 0.55, 0.1])
-    assert rates((0, 2), 10, **settings) == pytest.approx([0.1, 0.1])  # no time for the warm-up
-    assert rates((0, 3), 1, **settings) == pytest.approx([0.2, 0.8])
-    for timeless in (settings | {"max_seconds": 0}, settings | {"schedule": "constant"}):
-        assert rates(range(20), 9, **timeless) == rates(range(20), **timeless)
-
-
-def test_wsd_stays_and_goes_down_on_a_line_over_its_share_of_the_run():
-    settings = dict(schedule="wsd", decay_share=0.4)
-    assert rates(range(7), **settings) == [1.0] * 7
-    assert rates((7, 8, 9, 10, 11), **settings) == pytest.approx([0.775, 0.55, 0.325, 0.1, 0.1])
-    assert rates((0, 1, 2, 5), warmup_iters=2, **settings) == pytest.approx([1 / 3, 2 / 3, 1, 1])
-    assert rates((80, 90), lr_decay_iters=100, schedule="wsd") == pytest.approx([1, 0.55])
-    assert rates((0, 5), schedule="wsd", decay_share=1.0) == pytest.approx([1, 0.55])
-    by_time = [rates([3], seconds, max_seconds=100, **settings)[0] for seconds in (0, 59, 80, 100, 101)]
-    assert by_time == pytest.approx([1, 1, 0.55, 0.1, 0.1])
+    rates = {step: optimizer.learning_rate(step, cfg, seconds) for step in expected}
+    assert rates == pytest.approx(expected, abs=1e-4)
 
 
 def test_decay_lr_is_understood(tmp_path):

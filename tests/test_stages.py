@@ -261,29 +261,6 @@ def test_the_rehearsal_at_the_final_context_changes_no_bit_and_tells_too_little_
     assert not metrics("out/b")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_rehearsal_of_a_resumed_run_needs_no_second_moments(go, monkeypatch, optimizer):
-    options = [
-        "--then=256@5",
-        "--eval_interval=100",
-        "--sample_tokens=0",
-        f"--optimizer={optimizer}",
-        "--out_dir=out/a",
-    ]
-    assert go(*options, "--max_iters=2") == 0
-    monkeypatch.setattr(stages, "REHEARSED", ("cpu",))
-    stand_ins, rehearse = [], train.rehearse
-
-    def noted(*args):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty_like", lambda x: stand_ins.append(x) or torch.zeros_like(x))
-            rehearse(*args)
-
-    monkeypatch.setattr(train, "rehearse", noted)
-    assert go(*options, "--max_iters=3") == 0
-    assert not stand_ins
-
-
 def test_the_network_is_compiled_once_for_each_context_and_mode(go, monkeypatch):
     graphs = []
 
@@ -300,14 +277,6 @@ def test_the_network_is_compiled_once_for_each_context_and_mode(go, monkeypatch)
     networks = [tuple(shapes[0]) for shapes in graphs if shapes]
     assert sorted(networks) == [(1, 128), (1, 128), (2, 64), (4, 32)]  # at 128 for evaluations too
     torch._dynamo.reset()
-
-
-def test_the_display_says_the_stage_and_the_plan(go, capsys):
-    assert go("--out_dir=out/a", "--then=64@0.5,256@5", "--max_seconds=1000", "--sample_tokens=0") == 0
-    out = capsys.readouterr().out
-    assert "= 256\n" in out and "; after 5 steps: 1 ranks x 1 sequences x 256 context x 1 accumulation" in out
-    assert "after step 3: context 64\n" in out
-    assert re.search(r"step 6: loss \d\.\d{4} at context 256, ", out)
 
 
 def test_evaluate_takes_the_final_context_for_the_training_context(reference):
