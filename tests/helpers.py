@@ -121,39 +121,6 @@ def byte_encoding():
     return tiktoken.Encoding("t", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
 
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, os.environ["TESTS"])
-import helpers, tiktoken
-from sympow.data import shards
-{setup}
-tiktoken.get_encoding = lambda name: helpers.byte_encoding()
-write = shards.write_atomically
-
-def killed(path, data):
-    if path.endswith("train_00001.bin"):
-        with open(path.replace("train_00001.bin", ".cut.tmp"), "wb") as f:
-            f.write(bytes(data)[:100])
-            f.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-    write(path, data)
-
-shards.write_atomically = killed
-prepare.main(sys.argv[1:])
-"""
-
-
-def kill_in_second_shard(out, setup, *options):
-    """Kill a prepare script (kill -9) while it writes its second shard; return os.stat of the first."""
-    unfinished = out / "unfinished"
-    env = {"TESTS": os.path.dirname(__file__)}
-    done = run("-c", KILLED.format(setup=setup), f"--out={out}", *options, env=env, check=False)
-    assert done.returncode == -signal.SIGKILL, done
-    files = sorted(path.name for path in unfinished.iterdir() if path.suffix in (".bin", ".tmp"))
-    assert files == [".cut.tmp", "train_00000.bin"]
-    return os.stat(unfinished / "train_00000.bin")
-
-
 def flip_bits(path):
     """Yield after each of about 50 single flipped bits in a file of text, but for flips that change spaces alone."""
     content = path.read_bytes()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import call, run, write_run
+from helpers import run, write_run
 
 import sympow
 from sympow import export
@@ -69,21 +69,12 @@ def test_mistakes_are_refused(tmp_path, monkeypatch, capsys):
         ((run, tmp_path / "mine"), "must be a new folder, or one that export.py wrote"),
         ((run, tmp_path / "mine" / "file"), "must be a new folder"),
         ((tmp_path, tmp_path / "new"), "no checkpoint in"),
+        ((run, ""), "--to must be a new folder"),
     ):
         with pytest.raises(SystemExit) as stopped:
             export_run(*argv, monkeypatch)
         assert stopped.value.code == 2 and message in capsys.readouterr().err
     assert (tmp_path / "mine" / "file").read_text() == "mine" and not (tmp_path / "new").exists()
-
-
-def test_the_run_is_named_as_for_the_other_programs_or_is_the_newest(tmp_path, monkeypatch, capsys):
-    write_run(tmp_path / "out/a")
-    monkeypatch.chdir(tmp_path)
-    for i, argv in enumerate((["out/a"], ["--out_dir=out/a"], ["--out_dir", "out/a"], [])):
-        assert call(export.main, *argv, f"--to=hf{i}") == 0
-        assert "from out/a" in capsys.readouterr().out and "# a\n" in Path(f"hf{i}", "README.md").read_text()
-    assert call(export.main, "out/a") == 2
-    assert "--to must be a new folder" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_one_message(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import tracemalloc
 
 import numcodecs
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import tiktoken
 import torch
 import zarr
-from helpers import ROOT, byte_encoding, call, kill_in_second_shard, run, verify
+from helpers import ROOT, byte_encoding, call, run, verify
 
 from sympow import sample, train
 from sympow.data import DataError, zarr_rows
@@ -312,36 +311,6 @@ def test_an_array_that_fails_while_a_dataset_grows_leaves_it_as_it_was(tmp_path)
     dataset = Dataset(tmp_path / "out")
     verify(dataset)
     assert np.array_equal(rows(dataset, "train"), arrays["train"][:4])
-
-
-def test_memory_is_that_of_a_row_of_chunks_however_many_documents(tmp_path):
-    rows, length, many = 64, 4096, 12  # 512 KB in a row of chunks, 6 MB in all
-    for name, documents in (("train", rows * many), ("heldout", rows)):
-        array = zarr.create_array(
-            str(tmp_path / f"{name}.zarr"), shape=(documents, length), chunks=(rows, 512), dtype=np.uint16
-        )
-        array[:] = np.arange(documents * length).reshape(documents, length) % 256
-    options = [f"--source={tmp_path}", f"--out={tmp_path}/out", f"--document_length={length}"]
-    tracemalloc.start()
-    try:
-        longcrawl64.main(options)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert len(Dataset(tmp_path / "out").meta["splits"]["train"]["shards"]) == many
-    assert peak < 8 * 2 * rows * length
-
-
-def test_kill_9_within_a_shard_loses_that_shard_alone(tmp_path, capfd):
-    arrays = make_source(tmp_path)
-    out = tmp_path / "out"
-    options = [f"--source={tmp_path}", f"--document_length={LENGTH}"]
-    first = kill_in_second_shard(out, "from sympow.data.longcrawl64 import prepare", *options)
-    dataset = prepare(tmp_path)
-    assert np.array_equal(rows(dataset, "train"), arrays["train"]) and not list(out.glob("*.tmp"))
-    assert (out / "train_00000.bin").stat().st_mtime_ns == first.st_mtime_ns
-    assert "1 of 5 shards were there" in capfd.readouterr().out
-    verify(dataset)
 
 
 def test_errors_of_the_network_are_tried_again_with_back_off(tmp_path, monkeypatch):

@@ -112,21 +112,17 @@ def test_weights_are_taken_from_a_sharded_checkpoint(runs, dataset, capsys):
     assert go_on(runs, dataset, "weights", f"--init_from={source}", "--eval_only=1") == 0
     val_loss = metrics(runs / "sharded", "val_loss")[6]
     assert f"val loss {val_loss:.4f}" in capsys.readouterr().out
-    assert go_on(runs, dataset, "weights", f"--init_from={source}", "--n_embd=48") == 2
-    assert "transformer.wte.weight is [320, 32], not [320, 48]" in capsys.readouterr().err
 
 
 def test_rows_are_read_from_the_parts_that_have_them(tmp_path):
-    tensors = {"w": torch.randn(10, 3), "b": torch.randn(2).bfloat16(), "s": torch.randn(())}
-    for rank in range(4):
-        first_rows = {"w": 3 * rank, "b": rank, "s": 0}
-        rows = {"w": tensors["w"][3 * rank : 3 * rank + 3], "b": tensors["b"][rank : rank + 1]}
-        rows |= {"s": tensors["s"]} if rank == 0 else {}
-        rows = {name: x.clone() for name, x in rows.items() if x.numel()}
+    tensors = {"w": torch.randn(10, 3), "b": torch.randn(2).bfloat16()}
+    for rank in range(4):  # of which the last ones have fewer rows, or none
+        first_rows = {"w": 3 * rank, "b": rank}
+        rows = {"w": tensors["w"][3 * rank : 3 * rank + 3].clone(), "b": tensors["b"][rank : rank + 1].clone()}
+        rows = {name: x for name, x in rows.items() if x.numel()}
         parts.save_part(rows, {name: first_rows[name] for name in rows}, tmp_path / parts.part_name("model", rank, 4))
     with parts.Tensors(tmp_path, "model") as saved:
-        assert saved.shapes == {"w": [10, 3], "b": [2], "s": []}
-        assert_equal({name: saved.read(name) for name in tensors}, tensors)
+        assert_equal({name: saved.read(name) for name in saved.shapes}, tensors)
         for first, count in ((0, 1), (2, 5), (9, 1), (4, 0)):
             assert torch.equal(saved.read("w", first, count), tensors["w"][first : first + count])
 
