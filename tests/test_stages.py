@@ -4,7 +4,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import signal
 import sys
 from fractions import Fraction
@@ -215,11 +214,6 @@ def test_on_resume_stages_that_have_begun_stay_and_later_ones_may_change(go, cap
     assert [line["context"] for line in lines("out/a") if "train_loss" in line] == [32, 32, 64, 64, 256, 256]
     assert [line["context"] for line in lines("out/a") if "val_loss" in line] == [64, 64, 256]
     assert progress("out/a", 6)["best"] == metrics("out/a", "val_loss")[6]  # others were at another context
-    for options, context in ((["--eval_only=True"], 32), (["--eval_only=True", "--then=64@2,256@4"], 256)):
-        assert go("--out_dir=out/a", *options) == 0
-        shown = capsys.readouterr().out
-        assert re.search(rf"val loss .* {context}$", shown, re.MULTILINE)
-    assert f"val loss {metrics('out/a', 'val_loss')[6]:.4f} at" in shown
 
 
 def test_a_run_without_stages_goes_on_with_one(go):
@@ -259,24 +253,6 @@ def test_the_rehearsal_at_the_final_context_changes_no_bit_and_tells_too_little_
     assert go(*options, "--out_dir=out/b", "--tokens_per_step=2048", "--batch_size=16") == 1
     assert "out of memory: at context 256: CUDA out of memory; a smaller" in refusal(capsys)  # batches of 2 at 256
     assert not metrics("out/b")
-
-
-def test_the_network_is_compiled_once_for_each_context_and_mode(go, monkeypatch):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append([x.shape for x in inputs if isinstance(x, torch.Tensor) and x.dtype == torch.int64])
-        return graph.forward
-
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compile(f, backend=backend, **options))
-    monkeypatch.setattr(stages, "REHEARSED", ("cpu",))  # compiles what the last stage needs
-    torch._dynamo.reset()
-    sizes = ["--then=64@2,128@3", "--n_layer=1", "--max_iters=4", "--eval_interval=1"]
-    assert go("--out_dir=out/a", "--compile=True", *sizes) == 0
-    networks = [tuple(shapes[0]) for shapes in graphs if shapes]
-    assert sorted(networks) == [(1, 128), (1, 128), (2, 64), (4, 32)]  # at 128 for evaluations too
-    torch._dynamo.reset()
 
 
 def test_evaluate_takes_the_final_context_for_the_training_context(reference):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -326,14 +327,12 @@ def test_wandb_has_nanogpts_names_and_our_own_step(go, wandb_server):  # noqa: F
     """The real package with a server on this machine."""
     assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=3", "--wandb_group=g", "--wandb_tags=t, u,") == 0
     assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=4") == 0
-    assert go("--out_dir=out/b", "--wandb=auto", "--wandb_log=False", "--max_iters=1") == 0
     (run,) = wandb_server.runs.values()  # the same run went on
     assert (run["displayName"], run["groupName"], run["tags"]) == ("a", "g", ["t", "u"])
     assert run["config"]["parameters"]["value"] > 30000 and run["config"]["seed"]["value"] == 1337
     rows = [{name for name in row if not name.startswith("_")} for row in run["rows"]]
     assert [row["iter"] for row in run["rows"]] == [1, 2, 3, 3, 3, 4, 4, 4]
     both = {"iter", "tokens", "seconds", "memory"}
-    assert 0.01 < run["rows"][0]["memory"] < 1000  # gigabytes
     axes = [metric["1"] for metric in run["config"]["_wandb"]["value"]["m"] if "1" in metric]
     assert sorted(axes) == ["iter", "memory", "seconds", "tokens"]
     assert rows[0] >= both | {"train/loss", "lr", "train/tok_per_sec", "train/grad_norm", "train/context"}
@@ -347,7 +346,7 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):
     from sympow.model import GPTConfig
     from sympow.runs.settings import read_settings
 
-    for name in (f[:-3] for f in os.listdir(f"{ROOT}/config") if f.endswith(".py") and f != "__init__.py"):
+    for name in (path.stem for path in pathlib.Path(ROOT, "config").glob("[!_]*.py")):
         values, _ = read_settings((train.TrainConfig, GPTConfig), [f"{ROOT}/config/{name}.py"])
         model = GPTConfig(**{f.name: values[f.name] for f in fields(GPTConfig) if f.name in values})
         assert "max_seconds" not in values  # a busy machine takes the same steps
