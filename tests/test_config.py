@@ -8,9 +8,7 @@ from dataclasses import dataclass, fields
 import pytest
 
 from sympow import evaluate, export, sample, train
-from sympow.data import command
 from sympow.model import GPTConfig
-from sympow.runs.program import Parser
 from sympow.runs.settings import FIELD, convert, read_settings
 
 
@@ -114,13 +112,6 @@ def test_a_path_of_any_setting_may_begin_at_home(cls, tmp_path, monkeypatch):
         for argv in ([str(config)], [f"--{field.name}=~/x:0.5,~/y"]) if field.type is str else ():
             expected = "~/x:0.5,~/y" if field.name == "prompt" else f"{tmp_path}/x:0.5,{tmp_path}/y"
             assert read_settings((cls,), argv)[0] == {field.name: expected}
-
-
-def test_other_programs_take_paths_from_home_too(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for parser in (command.Parser("", "data/text/prepare.py"), Parser("", prog="prog")):
-        parser.add_argument("--png")
-        assert parser.parse_args(["--png=~/x"]).png == f"{tmp_path}/x"
 
 
 @pytest.mark.parametrize("cls", [train.TrainConfig, GPTConfig])

@@ -164,8 +164,7 @@ def test_mistakes_are_refused(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "sympow.runs.tasks")
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     assert call(evaluate.main, "--out_dir=out/a", "--tasks=next.yaml") == 2
-    error = capsys.readouterr().err
-    assert "--tasks needs lm-evaluation-harness" in error and 'pip install "lm_eval[hf]"' in error
+    assert 'pip install "lm_eval[hf]"' in capsys.readouterr().err
 
 
 def test_where_scores_cannot_be_written_no_work_is_done(monkeypatch, capsys):
