@@ -4,13 +4,11 @@ import json
 import os
 import random
 import shutil
-import signal
 
 import numpy as np
 import pytest
 import torch
-from helpers import SMALL, assert_same_batch_for_any_ranks, byte_encoding, call, join, metrics, start, start_ranks
-from test_stages import train_until_read
+from helpers import SMALL, assert_same_batch_for_any_ranks, byte_encoding, call, metrics
 
 from sympow import compare
 from sympow import train
@@ -202,22 +200,6 @@ def test_each_loss_is_logged_and_the_whole_is_their_weighted_mean(go, unbroken, 
 def test_a_run_on_a_mixture_that_is_cut_goes_on_with_the_same_bits(go, unbroken):
     assert go("--max_iters=4") == 0 and go() == 0
     assert [numbers("out")[key] | numbers(unbroken)[key] for key in KEYS] == [numbers("out")[key] for key in KEYS]
-
-
-@pytest.mark.slow  # three more processes
-def test_a_kill_changes_no_bit_of_a_run_on_a_mixture(options, unbroken, tmp_path):
-    process = start(train_until_read, *options, env={"DIE": "5 1"}, cwd=tmp_path)
-    assert join(process) == [-signal.SIGKILL], (tmp_path / "log").read_text()
-    assert max(metrics(tmp_path / "out")) < 6
-    assert join(start(train.main, *options, cwd=tmp_path)) == [0], (tmp_path / "log").read_text()
-    assert numbers(tmp_path / "out") == numbers(unbroken)
-
-
-@pytest.mark.slow  # two processes
-def test_two_ranks_see_the_batches_that_one_sees(options, unbroken, tmp_path):
-    assert join(*start_ranks(2, train.main, *options, "--batch_size=2", cwd=tmp_path)) == [0, 0]
-    for key, of_steps in numbers(unbroken).items():
-        assert metrics(tmp_path / "out", key) == pytest.approx(of_steps, rel=1e-4), key
 
 
 def test_other_weights_are_refused_on_resume_and_other_names_are_not(go, sets, unbroken, tmp_path, capsys):

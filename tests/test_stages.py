@@ -99,19 +99,6 @@ def test_a_run_that_stops_before_in_or_after_the_step_of_a_switch_goes_on_with_t
     assert_same_run("out/a", reference)
 
 
-def train_until_read():
-    """Train as train.py; die by SIGKILL when the batch of (step, micro-step) DIE is read."""
-    read, moment = batches.train_batch, os.environ["DIE"]
-
-    def dying(windows, seed, step, part, *sizes):
-        if moment == f"{step} {part}":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return read(windows, seed, step, part, *sizes)
-
-    batches.train_batch = dying
-    train.main()
-
-
 def train_and_note_contexts():
     """Train as train.py, by a clock of this rank's own; write step and context of every micro-step to contexts_RANK."""
     read = batches.train_batch
