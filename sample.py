@@ -6,7 +6,7 @@
     python sample.py --prompt=FILE:book.txt --save_state=book.state --max_new_tokens=0       # read once,
     python sample.py --load_state=book.state --prompt="Question: "                          # ask many times
 
-The model reads the end-of-text token, then the prompt, then its own tokens one by one. generation/generate.py samples
+The model reads the end-of-text token, then the prompt, then its own tokens one by one. generation/steps.py samples
 the next token; attention/state.py describes the state between two tokens.
 """
 
@@ -24,7 +24,8 @@ from sympow.attention.positions import TooLong
 from sympow.data import DataError
 from sympow.data.progress import bar
 from sympow.generation import state_file
-from sympow.generation.generate import Timings, cache_dtype, generate, read_prompt
+from sympow.generation.generate import generate
+from sympow.generation.steps import Timings, cache_dtype, read_prompt
 from sympow.runs.load import load_run, newest_run
 from sympow.runs.program import check_output, run_program, refuse
 from sympow.runs.settings import check_ranges, read_settings

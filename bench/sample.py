@@ -32,7 +32,8 @@ from sympow.bench.train import VARIANTS
 from sympow.data import describe_error
 from sympow.data.files import read_json
 from sympow.generation.decoder import Decoder
-from sympow.generation.generate import PIECE, Sampler
+from sympow.generation.steps import PIECE, Sampler
+from sympow.kernels.decode.sampling import sample_next_token
 from sympow.model import GPT, GPTConfig
 from sympow.runs.plots import make_figure, save_figure
 from sympow.runs.program import output_file, run_program
@@ -69,7 +70,7 @@ def measure_ours(settings, batch, context, tokens, state_dtype):
     ids = torch.randint(model.config.vocab_size, (1, context), device="cuda")
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
         logits, state = model.read(ids, model.empty_state(1, SWITCH_OVER), PIECE["cuda"])
-        sampler = Sampler(torch.device("cuda"), batch, on_kernel=True)
+        sampler = Sampler(torch.device("cuda"), batch, sample_next_token)
         decoder = Decoder(model, state, sampler, WARM_UP + tokens, torch.bfloat16, batch, state_dtype)
         sampler.prepare()
         sampler(logits.expand(batch, -1), decoder.ids)

@@ -49,7 +49,7 @@ class Decoder:
 
         model: a GPT. Its weights are copied in dtype (default: the embedding's).
         state_dtype: the dtype of S between flushes.
-        sampler: a generate.Sampler or alike. Called with logits [B, >= vocab_size], -inf beyond the vocabulary, and the
+        sampler: a steps.Sampler or alike. Called with logits [B, >= vocab_size], -inf beyond the vocabulary, and the
         buffer of ids [B], it writes the next ids there, in a CUDA graph. Its prepare() is called before each token; its
         `index` is a tensor that sampling changes.
         num_samples: how often each of the state's sequences is continued.

@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sympow.attention.embedding import symmetric_power_dim  # noqa: E402
 from sympow.generation.decoder import Decoder  # noqa: E402
-from sympow.generation.generate import Sampler  # noqa: E402
+from sympow.generation.steps import Sampler  # noqa: E402
+from sympow.kernels.decode.sampling import sample_next_token  # noqa: E402
 from sympow.kernels import configs, operators  # noqa: E402
 from sympow.kernels.cross_entropy import cross_entropy_  # noqa: E402
 from sympow.kernels.decode.rotary import rotate  # noqa: E402
@@ -108,7 +109,7 @@ def tokens(attention, p, B, switch_over, **shape):
     with torch.device("meta"):  # any numbers will do
         model = GPT(GPTConfig(**sizes, attention=attention, p=p))
     model.to_empty(device="cpu")
-    sampler = Sampler(torch.device("cpu"), B, True, top_k=5, top_p=0.9)
+    sampler = Sampler(torch.device("cpu"), B, sample_next_token, top_k=5, top_p=0.9)
     decoder = Decoder(model, model.empty_state(B, switch_over), sampler, 4, bf16)
     for _ in range(4):
         decoder.step()

@@ -23,7 +23,8 @@ from sympow.generation import decoder as decoder_module  # noqa: E402
 from sympow.generation import generate as generate_module  # noqa: E402
 from sympow.generation import layers as layers_module  # noqa: E402
 from sympow.generation.decoder import Decoder  # noqa: E402
-from sympow.generation.generate import Sampler, generate, read_prompt, sample_next_token  # noqa: E402
+from sympow.generation.generate import generate  # noqa: E402
+from sympow.generation.steps import Sampler, read_prompt, sample_next_token  # noqa: E402
 from sympow.kernels.decode import cache as decode_cache  # noqa: E402
 from sympow.kernels.decode import power as decode  # noqa: E402
 from sympow.kernels.decode import qkv as decode_qkv  # noqa: E402

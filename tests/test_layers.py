@@ -13,7 +13,8 @@ from sympow import train
 from sympow.attention import ATTENTIONS, Softmax, Sympow, SympowGating
 from sympow.attention.state import LayerState, State
 from sympow.attention.variant import RECIPE
-from sympow.generation.generate import generate, read_prompt
+from sympow.generation.generate import generate
+from sympow.generation.steps import read_prompt
 from sympow.model import GPT, GPTConfig
 from sympow.generation import state_file
 from sympow.runs.metrics import wandb_row

@@ -287,7 +287,7 @@ def at_moments(monkeypatch, act):
     """Call act(name, number) before each numbered moment at which training reads, computes, logs or saves something."""
     number = itertools.count(1)
     moments = {
-        batches: ["train_batch", "generate"],
+        batches: ["train_batch", "generate_by_steps"],
         train.GPT: ["forward", "statistics"],
         train.Tracker: ["log", "sample", "flush_to_disk"],
         checkpoint.Writer: ["save"],

@@ -12,11 +12,12 @@ from helpers import SMALL, byte_encoding, call, dataset, metrics  # noqa: F401 (
 from safetensors.torch import save_file
 from test_model import tiny
 
-from sympow.generation import generate as generate_module
+from sympow.generation import steps
 from sympow import sample
 from sympow import train
 from sympow.data.text import prepare
-from sympow.generation.generate import Timings, generate, read_prompt, sample_next_token
+from sympow.generation.generate import generate
+from sympow.generation.steps import Timings, read_prompt, sample_next_token
 from sympow.runs import checkpoint
 from sympow.generation import state_file
 
@@ -38,7 +39,7 @@ def test_tokens_are_drawn_from_the_parallel_forwards_logits(attention, switch_ov
     model = small(attention)
     seen = []
     record = lambda x, *u, **options: seen.append(x.clone()) or sample_next_token(x, *u, **options)
-    monkeypatch.setattr(generate_module, "sample_next_token", record)
+    monkeypatch.setattr(steps, "sample_next_token", record)
     prompt = [256, 10, 20, 30]
     samples = sampled(model, prompt, switch_over, num_samples=2, max_new_tokens=120)
     for i, ids in enumerate(samples):

@@ -367,7 +367,7 @@ def test_seconds_count_evaluations_samples_and_checkpoints_with_and_without_a_li
         with monkeypatch.context() as patch:
             for owner, function, duration in (
                 (batches, "eval_batches", 100),
-                (batches, "generate", 1000),
+                (batches, "generate_by_steps", 1000),
                 (checkpoint.Writer, "save", 10000),
             ):
 
@@ -408,7 +408,7 @@ def test_a_sample_that_does_not_fit_into_memory_does_not_end_training(go, monkey
     def full(*args, **kwargs):
         raise MemoryError("the state takes 1000 GB")
 
-    monkeypatch.setattr(batches, "generate", full)
+    monkeypatch.setattr(batches, "generate_by_steps", full)
     assert go("--out_dir=out/a", "--max_iters=3") == 0
     assert json.loads(open("out/a/samples.jsonl").read())["text"] == "(no sample: the state takes 1000 GB)"
 

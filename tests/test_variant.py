@@ -23,7 +23,8 @@ from sympow import sample
 from sympow import train
 from sympow.attention import ATTENTIONS, Sympow, Variant
 from sympow.attention.state import State
-from sympow.generation.generate import decodes_on_kernels, generate, read_prompt
+from sympow.generation.generate import decodes_on_kernels, generate
+from sympow.generation.steps import read_prompt
 from sympow.model import GPT, GPTConfig
 from sympow.generation import state_file
 

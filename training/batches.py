@@ -12,7 +12,7 @@ import torch
 from ..attention.positions import most_tokens
 from ..data.loader import eval_batches, train_batch
 from ..data.mixture import Mixture
-from ..generation.generate import generate
+from ..generation.steps import Sampler, generate_by_steps, read_prompt
 from .parallel import whole_sequences
 from .stages import stage_of
 
@@ -112,7 +112,8 @@ def sample_text(model, dataset, cfg):
     try:
         with torch.inference_mode():
             length = min(cfg.sample_tokens, most_tokens(model.config))
-            tokens = generate(model, [dataset.eot], max_new_tokens=length, seed=cfg.seed, cuda_graph=False)
+            logits, state = read_prompt(model, [dataset.eot], max_new_tokens=length)
+            tokens = generate_by_steps(model, logits, state, Sampler(logits.device, seed=cfg.seed), length)
             return dataset.tokenizer.decode([token for (token,) in tokens])
     except (MemoryError, torch.OutOfMemoryError) as error:  # training itself may go on
         return f"(no sample: {error})"
