@@ -167,17 +167,7 @@ def test_every_test_takes_a_new_attention_by_its_name(collect, tmp_path):
     ((options, names),) = re.findall(command, Path(ROOT, "README.md").read_text())
     files = [f"tests/test_{name}.py" for name in names.split(",")]
     path = os.pathsep.join((ROOT, os.path.join(ROOT, "tests"), str(tmp_path)))
-    options = [
-        "-p",
-        "plugin",
-        "-p",
-        "no:cacheprovider",
-        *options.split(),
-        "brand_new",
-        "-m",
-        "slow or not slow",
-        *collect,
-    ]
+    options = ["-p", "plugin", "-p", "no:cacheprovider", *options.split(), "brand_new", "-m", "slow or not slow"]
     done = run("-m", "pytest", *options, *collect, *files, env={"PYTHONPATH": path}, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout
     assert collect or re.search(r"collected \d+ items / \d+ deselected / \d\d selected", done.stdout)
