@@ -107,14 +107,13 @@ def test_packed_documents_stay_apart_where_an_attention_gets_no_position_ids(pow
     document = torch.tensor([[0] * 5 + [1] * 4, [0] * 9])
     same_document = lambda b, h, i, j: (document[b, i] == document[b, j]) & (j <= i)
     pairs = (document[:, :, None] == document[:, None]).tril()
-    present = torch.ones(2, 9, dtype=torch.bool)
-    for with_mask in (False, True):
-        present[1, 6] = not with_mask
-        padding = present if with_mask else None
+    present = torch.ones(2, 9, dtype=torch.long)
+    present[1, 6] = 0
+    for padding in (None, present):
         mask = power.padding_mask(kv_length=9, batch_size=2, attention_mask=padding, mask_function=same_document)
         y, _ = power.attend(None, q, k, v, mask, p=2, gate="none")
-        visible = (pairs & present[:, None])[:, None]
-        wanted, _ = naive_attention(None, q.double(), k.double(), v.double(), visible, "sympow")
+        visible = pairs if padding is None else pairs & padding[:, None].bool()
+        wanted, _ = naive_attention(None, q.double(), k.double(), v.double(), visible[:, None], "sympow")
         assert_close(y, wanted)
 
 

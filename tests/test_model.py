@@ -1,6 +1,7 @@
 """The model: one file, five attentions, the same function read at once or token by token."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -152,20 +153,18 @@ OPTIONS = {
     "checkpointing": dict(activation_checkpointing=True),
     "chunked, resets": dict(form="chunked", chunk_size=8, reset_token=3),
 }
-COMPILED = {  # each attention and each option; the other pairs of these attentions are slow tests
-    ("softmax", "plain"), ("even_power", "chunked, resets"), ("sympow", "plain"), ("sympow_gating", "checkpointing"),
-    ("conformal_sympow", "chunked, resets"), ("adaptive_power", "chunked, resets"), ("heinsen", "chunked, resets"),
+FAST = {  # the option with which an attention is compiled in the fast tests
+    "softmax": "plain", "even_power": "chunked, resets", "sympow": "plain", "sympow_gating": "checkpointing",
+    "conformal_sympow": "plain", "adaptive_power": "chunked, resets", "heinsen": "plain",
 }  # fmt: skip
-
-
-SLOW = {(attention, option) for attention, _ in COMPILED for option in OPTIONS} - COMPILED
-PAIRS = [(attention, option) for attention in ATTENTIONS for option in OPTIONS]
 
 
 @pytest.mark.parametrize(
     "attention,option",
-    [pytest.param(*pair, marks=pytest.mark.slow if pair in SLOW else ()) for pair in PAIRS]
-    + [pytest.param("sympow_gating,softmax", "chunked, resets", marks=pytest.mark.slow)],
+    [
+        pytest.param(attention, option, marks=() if FAST.get(attention) == option else pytest.mark.slow)
+        for attention, option in itertools.product([*ATTENTIONS, "sympow_gating,softmax"], OPTIONS)
+    ],
 )
 def test_compiles_without_a_graph_break(attention, option):
     torch._dynamo.reset()

@@ -48,7 +48,8 @@ BY_POSITION = [6.3883, 0.3054, 2.6401, 1.7316, 1.5329, 1.2356, 1.1745]  # from 1
 PROMPT, LATER = [256, *b"line 7: 49 squares, not"], [*b" circles"]
 # the last one stands for all settings that are never "auto"
 MEANING = dict(positions="rotary", gate_bias=6.9, convolution=0, output_gate=False, embedding_norm=True)
-MISSING = pytest.mark.parametrize("missing", [[], *([name] for name in MEANING), [*MEANING]], ids=",".join)
+ONE_BY_ONE = [pytest.param([name], marks=pytest.mark.slow) for name in MEANING]
+MISSING = pytest.mark.parametrize("missing", [[], *ONE_BY_ONE, [*MEANING]], ids=",".join)
 
 
 def remove_settings(path, names):

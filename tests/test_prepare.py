@@ -254,9 +254,7 @@ def test_the_order_of_paths_changes_nothing_and_documents_are_in_one_split(tmp_p
     assert 0.15 < dataset.tokens("val") / (len(train) + len(val)) < 0.25
     documents = [{d for d in split.split("<|endoftext|>")[1:-1] if len(d) == 120} for split in (train, val)]
     assert not documents[0] & documents[1] and len(documents[0] | documents[1]) > 96
-    reordered = prepare_text(
-        tmp_path / "2", *reversed(three_sources[1:]), f"{three_sources[0]}/", three_sources[0] / "03.txt", *options
-    )
+    reordered = prepare_text(tmp_path / "2", *reversed(three_sources), three_sources[0] / "03.txt", *options)
     assert reordered.meta["splits"] == dataset.meta["splits"]
 
 
