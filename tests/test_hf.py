@@ -116,7 +116,6 @@ def test_validation_may_be_a_split_of_its_own(parts, tmp_path):
     "argv, reason",
     [
         (["{parts}", "--split=nope"], r"Bad split: nope. Available splits: \['train', 'test'\]"),
-        (["{parts}", "--val_split=nope"], "Bad split: nope"),
         (["{parts}", "--config=nope"], "'nope' not found. Available"),
         (["{parts}", "--column=body"], 'in the column "body"; its columns are text, id'),
         (["{parts}", "--column=id"], "document 0 .* has '0' in the place of text in the column"),
@@ -127,14 +126,12 @@ def test_validation_may_be_a_split_of_its_own(parts, tmp_path):
         (["no.parquet"], "no.parquet: give files of one kind"),
         (["{tmp}/holes.jsonl", "{parts}"], "give files of one kind .*, or one folder of them"),
         (["{tmp}/holes.jsonl", "--split=test"], 'Bad split: test|Unknown split "test"'),
-        (["{tmp}/folder"], "give files of one kind .*, or one folder of them"),
         (["{parts}", "--tokenizer=bpe:300"], "bpe:SIZE needs data/text/prepare.py"),
         (["{parts}", "--documents=1"], "at least 2"),
         (["{parts}", "--document_length=9999"], "no whole row of 9999 tokens"),
     ],
 )
 def test_what_cannot_be_prepared_is_one_line_that_says_what_there_is(parts, tmp_path, argv, reason):
-    (tmp_path / "folder").mkdir()
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "cut.jsonl").write_text('{"text": "a"}\n{"te')
     (tmp_path / "holes.jsonl").write_text('{"text": "a"}\n' * 4 + '{"text": null}\n' * 200)
