@@ -148,6 +148,7 @@ def test_transformers_computes_trains_and_generates_as_the_model(tmp_path, monke
     assert set(n_tokens) == {1, *map(len, texts)}  # from the cache, no token is read again
     assert alone == expected and len({*expected[0]}) > 3
 
+    assert model.generate(**prompt("x"), num_beams=3, max_new_tokens=4, do_sample=False).shape[1] <= 5
     letter = next(filter(range(128).__contains__, expected[0]))
     stopped = model.generate(**prompt(texts[0]), **options, stop_strings=[chr(letter)], tokenizer=tokenizer)
     assert stopped.shape[1] == len(texts[0]) + expected[0].index(letter) + 1

@@ -17,7 +17,6 @@ from sympow.generation.generate import generate
 from sympow.generation.steps import read_prompt
 from sympow.model import GPT, GPTConfig
 from sympow.generation import state_file
-from sympow.runs.metrics import wandb_row
 from sympow.runs.settings import read_settings
 
 SHAPE = dict(vocab_size=97, n_head=4, n_kv_head=2, n_embd=32, head_dim=8, rope_base=99.0, gate_bias=2.0)
@@ -118,15 +117,6 @@ def test_generation_and_saved_states_follow_each_layer(switch_over, tmp_path):
     assert [layer.power is not None for layer in state.layers] == [switch_over == 3] * 2 + [False]
     with pytest.raises(ValueError, match="another model: .*attention='sympow_gating,sympow_gating,softmax' there"):
         state_file.load_state(file, tiny("sympow_gating", n_layer=3, reset_token=7))
-
-
-def test_statistics_name_the_layers_that_report_them():
-    ids = torch.randint(0, 97, (1, 9))
-    statistics = tiny("softmax,sympow_gating,conformal_sympow", n_layer=3).statistics(ids)
-    assert [x is None for x in statistics["gate"]] == [True, False, False]
-    assert [x is None for x in statistics["beta"]] == [True, True, False]
-    row = wandb_row({"step": 1, **statistics})
-    assert row.keys() == {"iter", "gate/layer_01", "gate/layer_02", "beta/layer_02"}
 
 
 def test_a_run_with_a_pattern_trains_resumes_samples_and_evaluates(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811

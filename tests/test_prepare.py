@@ -330,13 +330,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
 # progress, disks and pipes
 
 
-def run_text(tmp_path, shell="", **options):
-    source = tmp_path / "a.txt"
-    source.write_text("hello there\n" * 1000)
-    script = f"{sys.executable} {ROOT}/data/text/prepare.py {source} --out={tmp_path / 'out'}"
-    return subprocess.run(["bash", "-c", f"{shell.format(script=script) or script}"], cwd=ROOT, **options)
-
-
 @pytest.mark.parametrize(
     "shell, message",
     [
@@ -347,7 +340,9 @@ def run_text(tmp_path, shell="", **options):
     ],
 )
 def test_a_disk_or_pipe_that_takes_no_more_is_one_line(tmp_path, shell, message):
-    done = run_text(tmp_path, shell, stderr=subprocess.PIPE)
+    (tmp_path / "a.txt").write_text("hello there\n" * 1000)
+    script = f"{sys.executable} {ROOT}/data/text/prepare.py {tmp_path / 'a.txt'} --out={tmp_path / 'out'}"
+    done = subprocess.run(["bash", "-c", shell.format(script=script)], cwd=ROOT, stderr=subprocess.PIPE)
     assert message in done.stderr and b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
     assert done.returncode == 2 or not message
     assert "&-" not in shell or (done.returncode == 0 and (tmp_path / "out" / "meta.json").exists())

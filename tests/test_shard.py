@@ -20,7 +20,6 @@ from helpers import (
     start_ranks,
     train_traced,
 )
-from safetensors import safe_open
 
 from sympow import train
 from sympow.model import GPT, GPTConfig
@@ -85,8 +84,6 @@ def test_each_rank_writes_what_it_holds(runs):
     assert sorted(os.listdir(folder)) == sorted([*names, "checksums.json", "progress.json"])
     size = sum(path.stat().st_size for path in (runs / "one/ckpt/step_00000006").iterdir())
     assert max(os.path.getsize(folder / name) for name in names) < 0.4 * size
-    with safe_open(folder / "model.2-of-2.safetensors", "pt") as f:
-        assert f.get_slice("transformer.wte.weight").get_shape() == [160, 32]  # of 320
     assert open(runs / "rank_1").read() == ""
 
 
