@@ -11,9 +11,9 @@ By the gates it does without positions.
 """
 
 import torch
+from torch.nn import functional as F
 
 from sympow.attention.gates import make_gate
-from sympow.attention.operator.forms import accumulation_dtype
 from sympow.attention.variant import KVCacheVariant
 
 
@@ -22,8 +22,7 @@ class Forgetting(KVCacheVariant):
 
     @classmethod
     def check(cls, config):
-        if config.reset_token >= 0:
-            raise ValueError("forgetting does not reset between packed documents: train it without pack")
+        check_experiment(config, needs_fla=torch.cuda.is_available())
 
     def __init__(self, config):
         super().__init__(config)
@@ -42,24 +41,31 @@ class Forgetting(KVCacheVariant):
         on_kernels = q.is_cuda and q.shape[1] == k.shape[1] and q.dtype != torch.float64
         return (fla_attention if on_kernels else forgetting_attention)(q, k, v, log_g), state
 
-    def statistics(self, x, q):
-        return {"gate": self.gate(x).exp().mean().item()}
+
+def check_experiment(config, needs_fla):
+    """Raise ValueError for settings that no attention of the experiments takes, and where it needs fla and has none."""
+    if config.n_kv_head != config.n_head or config.reset_token >= 0:
+        raise ValueError(f"attention={config.attention} takes no n_kv_head, and no packed documents")
+    try:
+        if needs_fla:
+            import fla.ops  # noqa: F401
+    except Exception as error:  # an ImportError, or whatever fla raises
+        raise ValueError(f"attention={config.attention} needs `pip install flash-linear-attention`: {error}")
 
 
 def forgetting_attention(q, k, v, log_g):
-    """Compute softmax attention with gates in plain PyTorch.
+    """Compute softmax attention with gates in PyTorch.
 
-    q [B, n, H, D] belong to the last n of the T tokens of k and v [B, T, Hkv, D] and log_g [B, T, Hkv], the natural log
-    of the gate in front of each token. Returns [B, n, H, D] in q's dtype, computed in float32, or float64 for float64.
+    q [B, n, H, D] belong to the last n of the T tokens of k and v [B, T, H, D] and log_g [B, T, H], the natural log of
+    the gate in front of each token, in float32 or float64. Returns [B, n, H, D] in q's dtype, computed in log_g's.
     """
-    n, T, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-    dtype = accumulation_dtype(q)
-    k, v, log_g = (x.to(dtype).repeat_interleave(groups, dim=2).transpose(1, 2) for x in (k, v, log_g))
-    sums = log_g.cumsum(2)  # [B, H, T]
-    scores = q.to(dtype).transpose(1, 2) @ k.mT / q.shape[3] ** 0.5 + sums[:, :, T - n :, None] - sums[:, :, None]
-    tokens = torch.arange(T, device=q.device)
-    weights = scores.masked_fill(tokens > tokens[T - n :, None], float("-inf")).softmax(-1)  # [B, H, n, T]
-    return (weights @ v).transpose(1, 2).to(q.dtype)
+    past = k.shape[1] - q.shape[1]
+    sums = log_g.cumsum(1).transpose(1, 2)  # [B, H, T]
+    bias = sums[:, :, past:, None] - sums[:, :, None]
+    hidden = torch.ones(bias.shape[2:], dtype=torch.bool, device=q.device).triu(past + 1)
+    bias = bias.masked_fill(hidden, float("-inf"))
+    y = F.scaled_dot_product_attention(*(x.transpose(1, 2).to(bias.dtype) for x in (q, k, v)), bias)
+    return y.transpose(1, 2).to(q.dtype)
 
 
 @torch.compiler.disable
@@ -67,4 +73,4 @@ def fla_attention(q, k, v, log_g):
     """Compute what `forgetting_attention` does, for n = T, on the Triton kernels of flash-linear-attention."""
     from fla.ops.forgetting_attn import parallel_forgetting_attn
 
-    return parallel_forgetting_attn(q, k, v, log_g.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
+    return parallel_forgetting_attn(q, k, v, log_g)

@@ -3,7 +3,7 @@
     pip install flash-linear-attention      # and tilelang, on Hopper GPUs with Triton 3.4 to 3.7.0
     python -m experiments.train --attention=gated_deltanet --n_layer=6 ...
 
-Its projections are those of all attentions here. It adds what fla.layers.GatedDeltaNet has: short convolutions of
+Its projections are as in all attentions here. It adds what fla.layers.GatedDeltaNet has: short convolutions of
 q, k and v, decay and step size by token, and a normalised, gated output; that is n_embd^2 weights a layer more. The
 state is a D x D matrix a head. Without a GPU fla's recurrence in plain PyTorch takes the place of its kernels.
 """
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from sympow.attention import Variant
 from sympow.attention.state import State
+from sympow.experiments.forgetting import check_experiment
 from sympow.layers.output_gate import OutputGate
 
 WIDTH = 4  # tokens of a short convolution
@@ -24,67 +25,45 @@ WIDTH = 4  # tokens of a short convolution
 
 @dataclass
 class DeltaState(State):
-    S: torch.Tensor  # [B, H, D, E] float32
-    inputs: torch.Tensor  # [B, 3, H (2 D + E)] the last of the convolutions
+    S: torch.Tensor  # [B, H, D, D] float32
+    inputs: torch.Tensor  # [B, 3, 3 H D] the last of the convolutions
 
 
 class GatedDeltaNet(Variant):
     rotates = False
-    expand = 1  # E / D, how many times as wide as keys values are
 
     @classmethod
     def check(cls, config):
-        if config.n_kv_head != config.n_head:
-            raise ValueError(f"gated_deltanet has no shared key heads, got n_kv_head={config.n_kv_head}")
-        if config.n_head % cls.expand:
-            raise ValueError(f"n_head must be a multiple of {cls.expand}, got {config.n_head}")
-        if config.reset_token >= 0:
-            raise ValueError("gated_deltanet does not reset between packed documents: train it without pack")
+        check_experiment(config, needs_fla=True)
 
     def __init__(self, config):
         super().__init__(config)
-        H, D = config.n_head // self.expand, config.head_dim
-        self.widths = H * D, H * D, H * D * self.expand  # of q, k and v
-        self.conv = nn.Parameter(torch.empty(sum(self.widths), WIDTH).uniform_(-0.5, 0.5))  # as nn.Conv1d
-        self.W_decay, self.W_beta = (nn.Linear(config.n_embd, H, bias=False) for _ in range(2))
-        self.W_out = nn.Linear(config.n_embd, self.widths[2], bias=False) if self.expand == 1 else None
+        H, D, C = config.n_head, config.head_dim, config.n_embd
+        self.conv = nn.Parameter(torch.empty(3 * H * D, WIDTH).uniform_(-0.5, 0.5))  # as nn.Conv1d
+        self.W_decay, self.W_beta, self.W_out = (nn.Linear(C, n, bias=False) for n in (H, H, H * D))
         self.log_rate = nn.Parameter(torch.empty(H).uniform_(1e-3, 16).log())
-        step = torch.exp(torch.rand(H) * math.log(100) + math.log(1e-3))  # from 0.001 to 0.1
-        self.step_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus of it is step
-        self.output_gate = OutputGate(D * self.expand)
+        step = torch.empty(H).uniform_(math.log(1e-3), math.log(0.1)).exp()
+        self.step_bias = nn.Parameter(step.expm1().log())  # softplus of it is step
+        self.output_gate = OutputGate(D)
 
     def empty_state(self, batch, device, switch_over=None):
-        D = self.config.head_dim
-        inputs = torch.zeros(batch, WIDTH - 1, sum(self.widths), device=device)
-        return DeltaState(torch.zeros(batch, self.widths[0] // D, D, D * self.expand, device=device), inputs)
+        H, D = self.config.n_head, self.config.head_dim
+        inputs = torch.zeros(batch, WIDTH - 1, 3 * H * D, device=device)
+        return DeltaState(torch.zeros(batch, H, D, D, device=device), inputs)
 
     def forward(self, x, qkv, resets=None, state=None):
-        previous = self.empty_state(len(x), x.device) if state is None else state
-        qkv, gate = qkv.flatten(2).tensor_split((sum(self.widths),), dim=2)
-        inputs = torch.cat((previous.inputs.to(qkv.dtype), qkv), 1)  # [B, T + 3, H (2 D + E)]
-        mixed = F.silu(convolve(inputs, self.conv))
-        q, k, v = (t.unflatten(-1, (len(self.log_rate), -1)) for t in mixed.split(self.widths, -1))
+        previous = state or self.empty_state(len(x), x.device)
+        B, T, _, D = qkv.shape
+        inputs = torch.cat((previous.inputs.to(qkv.dtype), qkv.flatten(2)), 1)  # [B, 3 + T, 3 H D]
+        mixed = sum(inputs[:, i : i + T] * self.conv[:, i].to(qkv.dtype) for i in range(WIDTH))
+        q, k, v = F.silu(mixed).view(qkv.shape).chunk(3, dim=2)
         q, k = (F.normalize(t.float(), dim=-1, eps=1e-6).to(v.dtype) for t in (q, k))
         g = -self.log_rate.float().exp() * F.softplus(self.W_decay(x).float() + self.step_bias.float())
-        y, S = operator(q.device)(
-            q=q,
-            k=k,
-            v=v,
-            g=g,
-            beta=torch.sigmoid(self.W_beta(x).float()).to(v.dtype),
-            initial_state=None if state is None else previous.S,
-            output_final_state=state is not None,
-        )
-        gate = self.W_out(x) if self.W_out else gate
-        y = self.output_gate(y, gate.view(y.shape)).reshape(*x.shape[:2], -1, self.config.head_dim)
-        return y.to(x.dtype), state and DeltaState(S, inputs[:, qkv.shape[1] :].float())
-
-
-def convolve(x, weight):
-    """Return the sum over i of x_{t+i} weight[:, i], [B, T, C], for x [B, T + width - 1, C] and weight [C, width]."""
-    width = weight.shape[1]
-    T = x.shape[1] + 1 - width
-    return sum(x[:, i : i + T] * weight[:, i].to(x.dtype) for i in range(width))
+        beta = torch.sigmoid(self.W_beta(x).float()).to(v.dtype)
+        states = dict(initial_state=state and state.S, output_final_state=state is not None)
+        y, S = operator(q.device)(q, k, v, g=g, beta=beta, **states)
+        y = self.output_gate(y, self.W_out(x).view(y.shape)).to(x.dtype)
+        return y, state and DeltaState(S, inputs[:, T:].float())
 
 
 def operator(device):
@@ -93,12 +72,3 @@ def operator(device):
     from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
 
     return gated_delta_rule.chunk_gated_delta_rule if device.type == "cuda" else naive_recurrent_gated_delta_rule
-
-
-class WideDeltaNet(GatedDeltaNet):
-    """Gated DeltaNet with values twice as wide as keys: two heads of the model are one of its heads.
-
-    What c_attn computes for the 3 H heads of q, k and v is then q, k, v and the output's gate, of widths 1, 1, 2 and 2.
-    """
-
-    expand = 2

@@ -8,20 +8,15 @@ training context. All models train at the first rate before the others. The best
 There is one seed.
 """
 
+from statistics import fmean
+
 from sympow.attention.variant import RECIPE
 from sympow.code import short_hash
 from sympow.experiments.mqar_task import TASKS
 from sympow.experiments.parts import BASE, CONVOLUTION
-from sympow.experiments.report import (
-    Panel,
-    merge_rates,
-    table,
-)
-from sympow.experiments.runs import (
-    Run,
-    SEEDS,
-    main,
-)
+from sympow.experiments.recipe import merge_rates
+from sympow.experiments.report import table
+from sympow.experiments.runs import SEEDS, Run, main
 
 RATES = (3e-3, 1e-3, 1e-2)
 LENGTH = 1024  # tokens after which the bytes of states and caches are given
@@ -47,7 +42,7 @@ class RecallRun(Run):
 
 def plan(size):
     """Return the runs; of size tiny a few at one rate."""
-    task, names, rates = ("mqar", CONTENDERS, RATES) if size.shrink == 1 else ("mqar_tiny", TINY, RATES[:1])
+    task, names, rates = ("mqar", CONTENDERS, RATES) if size.full else ("mqar_tiny", TINY, RATES[:1])
     return [make_run(task, name, rate) for rate in rates for name in names]
 
 
@@ -63,48 +58,22 @@ def make_run(task, name, rate):
 
 
 def best(entry):
-    """Return the measures at the best rate."""
-    return max((record["measures"] for record in entry.records), key=lambda x: sum(x["mqar"]["accuracy"].values()))
-
-
-def bytes_of(entry):
-    """Return the bytes of states and caches, see `kept_bytes`."""
-    return best(entry)["size"]["bytes"][0]
-
-
-def share_columns(measure, entry):
-    """Return the columns of the shares of right answers that a measure has of an Entry."""
-    return [
-        (name, lambda entry, name=name: f"{best(entry)['mqar'][measure][name]:.1%}")
-        for name in best(entry)["mqar"][measure]
-    ]
+    """Return what is measured at the best rate."""
+    measures = (record["measures"] for record in entry.records)
+    return max(measures, key=lambda measured: fmean(measured["mqar"]["accuracy"].values()))
 
 
 def report(entries, size):
-    """Return the tables of accuracies by number of pairs and by distance, and the accuracy over bytes of state."""
+    """Return the table of accuracies by number of pairs, without a figure."""
     contenders = list(merge_rates(entries.values()).values())
     columns = [
-        (f"bytes after {LENGTH:,} tokens", bytes_of),
+        (f"bytes after {LENGTH:,} tokens", lambda entry: best(entry)["size"]["bytes"][0]),
         ("rate", lambda entry: best(entry)["mqar"]["rate"]),
-        ("epochs", lambda entry: best(entry)["mqar"]["epochs"]),
     ]
-    by_pairs, by_distance = (share_columns(measure, contenders[0]) for measure in ("accuracy", "distances"))
-    blocks = [
-        table("Right answers by pairs and tokens, at the best rate", columns + by_pairs, contenders),
-        table("The last of these tests by tokens from the key to the question", by_distance, contenders),
-    ]
-    return blocks, [accuracy_panel(contenders, by_pairs[i][0]) for i in (-1, -3)]
-
-
-def accuracy_panel(contenders, test):
-    """Return the Panel of one test, with a line for each kind of model."""
-    lines = {}
-    for entry in contenders:
-        kilobytes, shares = lines.setdefault(entry.name.split(": ")[0], ([], []))
-        kilobytes.append(bytes_of(entry) / 1000)
-        shares.append(best(entry)["mqar"]["accuracy"][test])
-    return Panel(f"kB after {LENGTH:,} tokens", "right answers", lines, f"{test} tokens", log_x=True)
+    for test in best(contenders[0])["mqar"]["accuracy"]:
+        columns.append((test, lambda entry, test=test: f"{best(entry)['mqar']['accuracy'][test]:.1%}"))
+    return [table("Right answers by pairs and tokens, at the best rate", columns, contenders)], None
 
 
 if __name__ == "__main__":
-    main("mqar", plan, report, seeds=None, corpus=None)
+    main("mqar", plan, report, corpus="")

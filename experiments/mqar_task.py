@@ -56,7 +56,7 @@ def recall(model, task, rate, seed):
     """Train a model like this one, and return what it recalls.
 
     rate, epochs: the highest learning rate, and how many epochs training took. accuracy: {test: share of right
-    answers}. distances: the same for the last test, see `accuracy_by_distance`.
+    answers}.
     """
     torch.manual_seed(seed)
     model = GPT(model.config).to(DEVICE)
@@ -77,14 +77,11 @@ def recall(model, task, rate, seed):
             loss.backward()
             take_step(model, optimizer, 1.0)
             schedule.step()
-        tests = [answer(model, task, *test) for test in task.tests]
-        accuracy = {
-            f"{pairs} in {T:,}": right.float().mean().item() for (T, pairs), (right, _) in zip(task.tests, tests)
-        }
+        accuracy = {f"{pairs} in {T:,}": right_answers(model, task, T, pairs) for T, pairs in task.tests}
         print(f"epoch {epoch + 1}: {accuracy}", flush=True)
         if fmean(accuracy.values()) > STOP:
             break
-    return dict(rate=rate, epochs=epoch + 1, accuracy=accuracy, distances=accuracy_by_distance(*tests[-1]))
+    return dict(rate=rate, epochs=epoch + 1, accuracy=accuracy)
 
 
 def make_texts(generator, texts, length, pairs, vocab_size):
@@ -97,9 +94,7 @@ def make_texts(generator, texts, length, pairs, vocab_size):
     keys = 1 + torch.rand(texts, half - 1, **options).topk(pairs).indices  # token 0 is no key
     values = half + torch.rand(texts, vocab_size - half, **options).topk(pairs).indices
     share = torch.arange(1, space + 1, device=generator.device) ** (POWER - 1)
-    # the first to arrive are draws without replacement, each with its share of what is left
-    arrival = -torch.rand(texts, space, **options).log() / share
-    places = 2 * (pairs + arrival.topk(pairs, largest=False).indices)
+    places = 2 * (pairs + share.expand(texts, space).multinomial(pairs, generator=generator))  # without replacement
     ids = torch.randint(vocab_size, (texts, length), **options)
     ids[:, 0 : 2 * pairs : 2], ids[:, 1 : 2 * pairs : 2] = keys, values
     return ids.scatter_(1, places, keys), places, values
@@ -113,15 +108,9 @@ def read_questions(hidden, ids, places):
 
 @AUTOCAST
 @torch.inference_mode()
-def answer(model, task, length, pairs):
-    """Return whether each answer of a test is right, and the tokens from its key to the question, [texts, pairs]."""
+def right_answers(model, task, length, pairs):
+    """Return the share of right answers in a test."""
     texts = torch.Generator(DEVICE).manual_seed(10**6)  # no seed of training
     ids, places, values = make_texts(texts, TEST_TEXTS, length, pairs, task.vocab_size)
     answers = model.logits(read_questions(model.hidden, ids, places)).argmax(-1)
-    return (answers == values).cpu(), places.cpu() - 2 * torch.arange(pairs)
-
-
-def accuracy_by_distance(right, distances):
-    """Return {a distance, and up to twice as many tokens: share of right answers}."""
-    digits = torch.frexp(distances.double()).exponent  # of the distance, a binary number
-    return {f"{2 ** (n - 1)} to {2**n - 1}": right[digits == n].float().mean().item() for n in digits.unique().tolist()}
+    return (answers == values).float().mean().item()

@@ -2,11 +2,10 @@
 
 All train with Muon. Each is trained with both of RATES, and with the next one while the best lies on the edge. Rates
 are chosen by the validation loss. The best one gets three seeds; p = 4, softmax with its best parts and forgetting get
-five. A contender that is FAR behind softmax keeps its one seed. All seeds but the first, which chose the rate, read
-other texts too. The records decide what is trained next: repeat the command until its status is 0.
+five. A contender that is FAR behind the best keeps its one seed. All read other
+texts too. The records decide what is trained next: repeat the command until its status is 0.
 
 The first form of this experiment had AdamW in the place of Muon, without weight decay. A second table has its records.
-The contenders of WITH_ADAMW are trained with it too, with both rates of ADAMW_RATES and one seed.
 
     pip install flash-linear-attention      # for gated_deltanet and, on GPUs, for forgetting
 
@@ -15,91 +14,73 @@ are larger than keys and values of the training context: softmax with a convolut
 Models named speed are new ones that train on random tokens, alone on a card.
 """
 
-import os
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 
-from sympow.experiments.parts import (
-    AROUND,
-    BASE,
-    CONVOLUTION,
-    HYBRID,
-    MUON,
-)
+from sympow.experiments.parts import AROUND, BASE, CONVOLUTION
 from sympow.experiments.report import (
     Entry,
-    Panel,
-    at_once_cell,
+    bytes_column,
+    difference_columns,
     entries_of,
     loss_cell,
-    megabytes,
-    merge_rates,
-    rates_table,
-    seeds_difference_cell,
+    parameters_cell,
+    spread,
     table,
-    text_by_text_cell,
-    texts_loss,
+    texts_cell,
     val_loss,
 )
-from sympow.experiments.runs import CONTEXT, LONG, MEMORY, WINDOW, main, make_run, read_records
+from sympow.experiments.runs import CONTEXT, LONG, SEEDS, WINDOW, Run, main, make_run
 from sympow.model import GPTConfig
 from sympow.runs.settings import fields_of
 
 NAME = "recipe"
+MUON = dict(optimizer="muon", weight_decay=0.1)
+MEMORY = (4096, 65536, 1 << 20)  # tokens after which the memory of generation is given
 RATES, EDGE = (9.6e-3, 4.8e-3), 2.0  # beyond an edge, the next rate is so many times as high or low
-SEEDS = (1337, 1338, 1339, 1340, 1341)  # the last two are for the closest contenders
-FAR = 0.15  # nats a token: more seeds, which differ by 0.02, would not change the order
-ADAMW_RATES = (2.4e-3, 1.2e-3)
+CLOSEST = ("p=4, heads of 64", "forgetting", "softmax, convolution, output gate")
+FAR = 0.2  # nats a token behind the best: more seeds, which differ by 0.02, would not change the order
 SOFTMAX = {
     "softmax": dict(attention="softmax"),
     "softmax, convolution": dict(attention="softmax", convolution=CONVOLUTION),
     "softmax, convolution, output gate": dict(attention="softmax", **AROUND),
 }
-PARTS = {  # name -> settings, the most important first
+CONTENDERS = {  # name -> settings, the most important first
     "p=4, heads of 64": BASE | dict(p=4),
     "forgetting": BASE | dict(attention="forgetting"),
     "softmax, convolution": SOFTMAX["softmax, convolution"],
     "p=2, heads of 64": BASE,
     "p=2, heads of 128": BASE | dict(heads=128),
     f"softmax, window {WINDOW:,}": SOFTMAX["softmax, convolution"] | dict(window=WINDOW),
-    "hybrid 3:1": HYBRID,
+    "hybrid 3:1": BASE | dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", window=WINDOW),
     **SOFTMAX,
     "gated_deltanet": dict(attention="gated_deltanet"),
-    "gated_deltanet, heads of 256": dict(attention="gated_deltanet_wide", n_head=2, head_dim=256),
+    "gated_deltanet, heads of 128": dict(attention="gated_deltanet", heads=128),
     "p=2, heads of 96": BASE | dict(heads=96),
     "p=4, heads of 32": BASE | dict(p=4, heads=32),
     "conformal p=2": BASE | dict(attention="conformal_sympow", positions="rotary"),
     "sympow p=2": dict(attention="sympow", p=2, **AROUND),
 }
-CONTENDERS = {name: settings | MUON for name, settings in PARTS.items()}
-WITH_ADAMW = ("p=4, heads of 64", "forgetting", *SOFTMAX, "p=2, heads of 64", "p=2, heads of 128", "hybrid 3:1")
 
 
 def plan(size):
-    """Return the runs that the records so far ask for: rates in turn, seeds of the best ones, speeds, then AdamW's.
+    """Return the runs that the records so far ask for: rates, seeds of the best ones, then speeds.
 
     Of size tiny all contenders have one rate and one seed, and two of them a speed.
     """
-    records = read_records(os.path.join(size.folder, f"{NAME}.json"))
-    full = size.shrink == 1
-    rates, seeds = (RATES, SEEDS[1:]) if full else (RATES[:1], ())
-    searches = {name: search(partial(tuned, size, name), records, rates, extend=full) for name in CONTENDERS}
-    runs = [run for turn in zip_longest(*(tried for tried, _ in searches.values())) for run in turn if run]
-    best = {
-        name: min((loss, rate) for rate, loss in losses.items()) for name, (_, losses) in searches.items() if losses
-    }
-    softmax = min(SOFTMAX, key=best.get) if best.keys() >= SOFTMAX.keys() else None
-    if softmax:
-        names = [name for name, (loss, _) in best.items() if loss < best[softmax][0] + FAR]
-        closest = [name for name in names if name in ("p=4, heads of 64", "forgetting", softmax)]
-        for i, seed in enumerate(seeds):
-            runs += [tuned(size, name, best[name][1], seed) for name in (names if i < 2 else closest)]
-    runs += [speed_run(size, name) for name in CONTENDERS][: None if full else 2]
-    return runs + [with_adamw(size, name, rate) for name in WITH_ADAMW for rate in ADAMW_RATES if full]
+    records, rates = size.records(NAME), RATES if size.full else RATES[:1]
+    searches = {name: search(partial(tuned, size, name), records, rates, size.full) for name in CONTENDERS}
+    runs = [run for tried, _ in searches.values() for run in tried]
+    best = {name: min(zip(losses.values(), losses)) for name, (_, losses) in searches.items() if losses}
+    if size.full and len(best) == len(CONTENDERS):
+        limit = min(best.values())[0] + FAR
+        for name, (loss, rate) in best.items():
+            count = 5 if name in CLOSEST else 3 if loss < limit else 1
+            runs += [tuned(size, name, rate, seed) for seed in SEEDS[1:count]]
+    return runs + [speed_run(size, name) for name in CONTENDERS][: None if size.full else 2]
 
 
-def search(make_run, records, rates, extend=True):
+def search(make_run, records, rates, extend):
     """Return the Runs make_run(rate) that are tried, and {rate: validation loss} once all of them have records.
 
     extend: try the next rate too while the best one lies on the edge. Before all have records, the losses are {}.
@@ -111,135 +92,138 @@ def search(make_run, records, rates, extend=True):
         if None in records_of_runs:
             return runs, {}
         losses = {record["settings"]["learning_rate"]: val_loss(record) for record in records_of_runs}
-        rates = next_rates(losses) if extend else ()
+        best = min(losses, key=losses.get)
+        edges = {max(losses): best * EDGE, min(losses): best / EDGE}
+        rates = [edges[best]] if extend and best in edges else []
     return runs, losses
 
 
-def next_rates(losses):
-    """Return the rate beyond the edge on which the best one lies, or none."""
-    best = min(losses, key=losses.get)
-    if best == max(losses):
-        return [best * EDGE]
-    return [best / EDGE] if best == min(losses) else []
+def tuned(size, name, rate, seed=SEEDS[0], **settings):
+    """Return the Run of a contender at one rate; settings: more of train.py's.
 
-
-def tuned(size, name, rate, seed=SEEDS[0]):
-    """Return the Run of a contender at one rate. The first seed, which chooses it, has no measures, of size small."""
-    run = make_run(size, f"{name}, lr {rate:g}", CONTENDERS[name], rate, seed)
-    return replace(run, measures={}) if seed == SEEDS[0] and size.shrink == 1 else run
-
-
-def with_adamw(size, name, rate):
-    """Return the Run of a contender with AdamW and the first seed, without measures."""
-    run = make_run(size, f"{name}, AdamW, lr {rate:g}", PARTS[name], rate, SEEDS[0])
-    return replace(run, measures={})
+    It reads texts that validation does not read: in windows and, if the model can, at once.
+    """
+    run = make_run(size, f"{name}, lr {rate:g}", CONTENDERS[name] | MUON | settings, rate, seed)
+    texts = dict(length=LONG // size.shrink, documents=size.documents, skip=size.eval_tokens)
+    measures = dict(size=dict(lengths=size.shrunk(MEMORY)), positions=texts | dict(window=CONTEXT // size.shrink))
+    if "softmax" not in run.settings["attention"] or "window" in run.settings:
+        measures["far"] = texts
+    return replace(run, measures=measures)
 
 
 def speed_run(size, name):
     """Return the Run that measures a contender's speed at both contexts."""
-    settings = fields_of(GPTConfig, tuned(size, name, RATES[0]).settings)
-    contexts = [n // size.shrink for n in (CONTEXT, LONG)]
-    measures = {"speed": dict(contexts=contexts, tokens=size.tokens_per_step)}
-    return size.new_model(f"{name}, speed", measures, seed=SEEDS[0], **settings)
+    settings = fields_of(GPTConfig, tuned(size, name, RATES[0]).settings) | dict(seed=SEEDS[0])
+    measures = {"speed": dict(contexts=size.shrunk([CONTEXT, LONG]), tokens=size.tokens_per_step)}
+    return Run(f"{name}, speed", size.dataset, settings, measures)
 
 
 # ---- the report
 
 
-def measured(entry):
-    """Return the Entry of the records that have measures, or None without one."""
-    records = [record for record in entry.records if record.get("measures")] if entry else []
-    return Entry(entry.name, records) if records else None
-
-
-def of_measured(cell, **arguments):
-    """Return a cell of what is measured of an Entry, None where nothing is."""
-    return lambda entry: cell(measured(entry), **arguments) if measured(entry) else None
-
-
-def parameters_cell(entry):
-    """Return the number of parameters."""
-    return entry.record["measures"]["size"]["parameters"]
-
-
-def bytes_cell(entry):
-    """Return the megabytes that generation keeps after texts of the lengths of MEMORY."""
-    return megabytes(entry.record["measures"]["size"]["bytes"])
-
-
 def contender_of(entry):
-    """Return the name of an Entry's contender."""
+    """Return the name of the contender of an Entry that is named CONTENDER, lr RATE or CONTENDER, speed."""
     return entry.name.rpartition(", ")[0]
 
 
+def merge_rates(entries):
+    """Return {contender: the Entry with the records of all its rates}."""
+    contenders = {}
+    for entry in entries:
+        name = contender_of(entry)
+        contenders.setdefault(name, Entry(name, [])).records.extend(entry.records)
+    return contenders
+
+
 def best_rates(entries):
-    """Return {contender: the Entry of its best rate}, which has the most seeds, or else the lowest loss."""
+    """Return {contender: its best Entry}, which has the most seeds, or else the lowest loss."""
     best = {}
-    for entry in sorted(entries, key=lambda entry: (-len(entry.records), entry.mean(val_loss))):
+    for entry in sorted(entries, key=lambda entry: (-len(entry.records), entry.loss)):
         best.setdefault(contender_of(entry), entry)
     return best
 
 
-def trained_with(optimizer, size):
-    """Return the Entries of all records with an optimizer, also of runs that the plan does not ask for any more."""
-    records = [
-        record | dict(name=record["name"].replace(", AdamW", ""))
-        for record in read_records(os.path.join(size.folder, f"{NAME}.json")).values()
-        if ", lr " in record["name"] and record["settings"].get("optimizer", "adamw") == optimizer
+def trained(records, names=CONTENDERS, suffix=""):
+    """Return the Entries of this experiment's records of contenders, in the order of their names.
+
+    suffix: ", AdamW" for those that were trained with it. It is left out of the Entries' names.
+    """
+    return [
+        Entry(entry.name.replace(suffix, ""), entry.records)
+        for name in names
+        for entry in entries_of(records).values()
+        if entry.name.startswith(f"{name}{suffix}, lr ")
     ]
-    return sorted(entries_of(records).values(), key=lambda entry: list(CONTENDERS).index(contender_of(entry)))
+
+
+def rate_cell(entry, rate):
+    """Return the validation loss of the first seed at one rate."""
+    first = [record for record in entry.records if record["settings"]["seed"] == SEEDS[0]]
+    return spread([val_loss(record) for record in first if record["settings"]["learning_rate"] == rate])
+
+
+def rates_table(title, entries):
+    """Return the table of the first seed's losses by rate of Entries that are named CONTENDER, lr RATE."""
+    rates = sorted({entry.record["settings"]["learning_rate"] for entry in entries})
+    columns = [(f"{rate:g}", partial(rate_cell, rate=rate)) for rate in rates]
+    return table(f"Validation loss by learning rate, {title}, seed {SEEDS[0]}", columns, merge_rates(entries).values())
+
+
+def best_table(title, entries, columns=()):
+    """Return the table of the best rates, with columns beside losses and differences to the best softmax.
+
+    Differences have 95% confidence intervals.
+    """
+    best = best_rates(entries)
+    softmax = min((best[name] for name in SOFTMAX if name in best), key=lambda entry: entry.loss, default=None)
+    to_softmax, by_text = difference_columns(softmax, "to softmax's best", "other texts, to softmax's best")
+    to_forgetting, _ = difference_columns(best.get("forgetting"), "to forgetting", "")
+    columns = [("validation loss", loss_cell), to_softmax, to_forgetting, *columns, by_text]
+    return table(title, columns, best.values())
 
 
 def speeds_cell(entry, speeds):
     """Return the tokens a second in training at both contexts; speeds: {contender: Entry}."""
     if model := speeds.get(contender_of(entry)):
-        return " / ".join(f"{speed:,.0f}" for speed in model.record["measures"]["speed"].values())
+        return " / ".join(f"{speed:,.0f}" for speed in model.measured("speed")[0].values())
 
 
-def rates_and_best(tried, optimizer, further=()):
-    """Return the tables of all rates, of the first seed, and of the best ones, and the Entries of these.
-
-    tried: Entries that are named CONTENDER, lr RATE. further: columns beside losses and differences.
-    """
-    first = [Entry(entry.name, [r for r in entry.records if r["settings"]["seed"] == SEEDS[0]]) for entry in tried]
-    rates = rates_table(merge_rates(first), f"Validation loss by learning rate, {optimizer}, seed {SEEDS[0]}")
-    best = best_rates(tried)
-    softmax = min((best[name] for name in SOFTMAX if name in best), key=lambda x: x.mean(val_loss), default=None)
-    columns = [
-        ("validation loss", loss_cell),
-        ("to softmax's best", partial(seeds_difference_cell, base=softmax)),
-        ("to forgetting", partial(seeds_difference_cell, base=best.get("forgetting"))),
-        *further,
+def measured_columns(size):
+    """Return the columns of what is measured beside the validation loss."""
+    return [
+        ("parameters", parameters_cell),
+        ("other texts, in windows", partial(texts_cell, measure="positions")),
+        ("at once", partial(texts_cell, measure="far")),
+        bytes_column(size.shrunk(MEMORY)),
     ]
-    if softmax and measured(softmax):
-        columns.append(("other texts, to softmax's best", of_measured(text_by_text_cell, base=measured(softmax))))
-    return [rates, table(f"The best rates, {optimizer}", columns, best.values())], best
 
 
 def report(entries, size):
     """Return the tables of all rates and of the best ones, and the loss over the bytes that are kept."""
+    records = [record for entry in entries.values() for record in entry.records]
     speeds = {contender_of(entry): entry for entry in entries.values() if entry.name.endswith(", speed")}
-    lengths = " / ".join(f"{n // size.shrink:,}" for n in MEMORY)
-    further = [
-        ("parameters", of_measured(parameters_cell)),
-        ("other texts, in windows", of_measured(loss_cell, measure=texts_loss)),
-        ("at once", of_measured(at_once_cell)),
-        (f"MB after {lengths}", of_measured(bytes_cell)),
-        (f"tokens/s at {CONTEXT // size.shrink:,} / {LONG // size.shrink:,}", partial(speeds_cell, speeds=speeds)),
-    ]
-    blocks, points = [], {}
-    if tried := trained_with("muon", size):
-        blocks, best = rates_and_best(tried, "Muon", further)
+    contexts = " / ".join(f"{n:,}" for n in size.shrunk([CONTEXT, LONG]))
+    columns = [*measured_columns(size), (f"tokens/s at {contexts}", partial(speeds_cell, speeds=speeds))]
+    tried, earlier, blocks, points = trained(records), trained(records, suffix=", AdamW"), [], {}
+    if tried:
+        blocks = [rates_table("Muon", tried), best_table("The best rates, Muon", tried, columns)]
         blocks.append("Differences have 95% confidence intervals, over the seeds or over the texts.")
-        for name, entry in best.items():
-            if model := measured(entry):
-                points[name] = [model.record["measures"]["size"]["bytes"][1] / 1e6], [entry.mean(val_loss)]
-    if earlier := trained_with("adamw", size):
-        blocks += rates_and_best(earlier, "AdamW")[0]
-    label = f"MB kept after {LONG // size.shrink:,} tokens"
-    title = "Each point is a contender at its best rate."
-    return blocks, [Panel(label, "validation loss, nats a token", points, title, log_x=True)]
+    if earlier:
+        blocks += [rates_table("AdamW", earlier), best_table("The best rates, AdamW", earlier)]
+    for name, entry in best_rates(tried).items():
+        if sizes := entry.measured("size"):
+            points[name] = [sizes[0]["bytes"][1] / 1e6], [entry.loss]
+    labels = f"MB kept after {LONG // size.shrink:,} tokens", "validation loss at the best rate, nats a token"
+    return blocks, (points, labels) if points else None
+
+
+def report_beside(entries, size, title, names):
+    """Return the tables of other models of these contenders, and of this experiment's models, without a figure."""
+    models = trained(size.records(NAME).values(), names)
+    tables = {title: list(entries.values()), "experiments.recipe": models}
+    blocks = [rates_table(title, entries.values())]
+    return blocks + [best_table(*rows, measured_columns(size)) for rows in tables.items() if rows[1]], None
 
 
 if __name__ == "__main__":
-    main(NAME, plan, report, seeds=None, corpus="source_bpe")
+    main(NAME, plan, report)

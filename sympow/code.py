@@ -21,11 +21,11 @@ import sympow
 PACKAGE = Path(sympow.__file__).parent
 # files, and folders of files, that decide what a model computes
 MODEL = ("model.py", "layers/", "attention/", "kernels/", "kernels/table.json")
-# those that decide how it is trained; in the last three are attentions that only experiments have
+# those that decide how it is trained; in the last two are attentions that only experiments have
 TRAINING = (
     *MODEL,
     *"train.py training/ data/dataset.py data/loader.py data/mixture.py runs/machine.py "
-    "experiments/forgetting.py experiments/gated_deltanet.py experiments/parts.py".split(),
+    "experiments/forgetting.py experiments/gated_deltanet.py".split(),
 )
 
 
