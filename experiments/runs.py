@@ -134,7 +134,7 @@ def make_run(size, name, settings, rate, seed=SEEDS[0]):
     if "window" in settings:
         settings["window"] //= size.shrink
     if heads := settings.pop("heads", 0):
-        head_dim = max(4, heads // size.shrink)
+        head_dim = heads if size.full else heads // 8
         settings |= dict(n_head=size.model["n_embd"] // head_dim, head_dim=head_dim)
     schedule = dict(
         block_size=context,

@@ -327,6 +327,7 @@ def test_the_parts_and_the_recipe_report_each_run(experiment):
     table = pathlib.Path("out/experiments/tiny/recipe.md").read_text().split("**The best rates, Muon**")[1]
     row = "| p=4, heads of 64, lr 0.0096 | 1.0000 | +0.0000 | +0.0000 | 9 | 1.5000 | 1.5000 | 1.0 / 2.0 / 3.0 |"
     assert f"{row} 1,000 / 2,000 | +0.0000 ± 0.0000 |" in table
+    assert all(f"| {name}, lr 0.0096 |" in table for name in recipe.CONTENDERS)  # no two are the same model
     assert os.path.getsize("out/experiments/tiny/recipe.png") > 1000
 
 
