@@ -97,9 +97,8 @@ def report(entries, size):
         ("behind foreign text", swapped_cell),
         bytes_column(size.shrunk(MEMORY)),
     ]
-    title = f"Equal time, {SECONDS / size.fewer:.0f} seconds of training steps"
-    note = "Differences have 95% confidence intervals, over the seeds or over the texts."
-    return [table(title, columns, trained), note], None
+    title = f"{SECONDS / size.fewer:.0f} seconds of training steps each; differences have 95% confidence intervals"
+    return [table(title, columns, trained)], None
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ sigmoid(6.9).
 
 from functools import partial
 
-from sympow.experiments.report import difference_columns, loss_cell, table, texts_cell, tokens_cell
+from sympow.experiments.report import difference_columns, loss_cell, table, texts_cell
 from sympow.experiments.runs import main, make_run
 
 RATE = 2.4e-3
@@ -48,7 +48,7 @@ def report(entries, size):
     """Return the table of the parts and, where there are such records, the one of rotated models."""
     rotated = [entry for entry in entries.values() if "positions" not in entry.record["settings"]]
     tried = [entry for entry in entries.values() if entry not in rotated]
-    columns = [("tokens", tokens_cell), ("val loss", loss_cell)]
+    columns = [("val loss", loss_cell)]
     to_p2, _ = difference_columns(entries.get("p=2"), "to p=2", "")
     blocks = [table("One factor at a time", [*columns, to_p2, ("tokens/s", speed_cell)], tried)]
     if rotated:

@@ -28,6 +28,7 @@ from sympow.experiments.report import (
     spread,
     table,
     texts_cell,
+    tokens_cell,
     val_loss,
 )
 from sympow.experiments.runs import CONTEXT, LONG, SEEDS, WINDOW, Run, main, make_run
@@ -219,10 +220,10 @@ def report(entries, size):
 
 def report_beside(entries, size, title, names):
     """Return the tables of other models of these contenders, and of this experiment's models, without a figure."""
-    models = trained(size.records(NAME).values(), names)
-    tables = {title: list(entries.values()), "experiments.recipe": models}
+    tables = {title: list(entries.values()), "experiments.recipe": trained(size.records(NAME).values(), names)}
+    columns = [("tokens", tokens_cell), *measured_columns(size)]
     blocks = [rates_table(title, entries.values())]
-    return blocks + [best_table(*rows, measured_columns(size)) for rows in tables.items() if rows[1]], None
+    return blocks + [best_table(*rows, columns) for rows in tables.items() if rows[1]], None
 
 
 if __name__ == "__main__":
