@@ -158,7 +158,7 @@ def test_bits_a_byte_compare_tokenizers(tmp_path, capsys):
     for kind in ("bytes", "bpe:300"):
         prepare.main([f"{tmp_path}/text", f"--out={tmp_path}/{kind}", f"--tokenizer={kind}", "--document_length=64"])
         data = fingerprint(Dataset(f"{tmp_path}/{kind}"))
-        settings = dict(dataset=f"{tmp_path}/{kind}", data=data, eval_tokens=64, out_dir=kind, model={"p": 2})
+        settings = dict(dataset=f"{tmp_path}/{kind}", data=data, eval_tokens=64)
         runs.append(write_run(tmp_path / f"on_{kind}", {"step": 1, "val_loss": 1.5}, **settings))
     bits, bits_of_bpe = (row["bits/byte"] for row in read_table(capsys, *runs))
     assert bits == "2.1640" and 0.5 < float(bits_of_bpe) < 1  # 1.5 / log(2), and less where a token has three bytes

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, assert_same_batch_for_any_ranks, byte_encoding, flip_bits, run, verify
+from helpers import assert_same_batch_for_any_ranks, byte_encoding, flip_bits, verify
 
 from sympow.data import DataError, command
 from sympow.data.corpus import find_files, plan_units
@@ -486,11 +486,6 @@ def test_wrong_arguments_and_failures_are_one_line_with_status_2(tmp_path, name,
             command.run(script.main)
         out, err = capsys.readouterr()
         assert stop.value.code == 2 and out == "" and err.count("\n") == 1, err
-
-
-def test_loader_imports_no_optional_package():
-    code = "import sympow.data.loader, sys; print(*{'zarr', 'datasets', 'tiktoken'}.intersection(sys.modules))"
-    assert run("-c", code, cwd=ROOT).stdout == "\n"
 
 
 def test_missing_package_is_one_line(monkeypatch):

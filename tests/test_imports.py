@@ -262,9 +262,16 @@ def test_no_library_imports_a_script():
     assert len(programs) == 12 and not wrong
 
 
-def test_attention_and_the_model_can_be_imported_without_triton():
-    code = "import sys; sys.modules['triton'] = None; import sympow.generation.generate, sympow.kernels.cost"
-    run("-c", code, cwd=ROOT)
+BARE = """
+import os, sys
+sys.modules["triton"] = None
+import sympow.data.loader, sympow.generation.generate, sympow.kernels.cost
+print(*{"datasets", "tiktoken", "zarr"}.intersection(sys.modules), os.environ.get("OMP_WAIT_POLICY"))
+"""
+
+
+def test_the_package_can_be_imported_without_triton_and_optional_packages_and_leaves_waiting_threads_alone():
+    assert run("-c", BARE, cwd=ROOT, env={"OMP_WAIT_POLICY": None}).stdout == "None\n"
 
 
 def test_one_file_finds_the_closest_name():

@@ -28,7 +28,10 @@ STOP = (
 )
 
 
-@pytest.mark.parametrize("program", ["train.py", "sample.py", "evaluate.py", "compare.py", "export.py", "doctor.py"])
+OTHERS = "sample.py", "evaluate.py", "compare.py", "export.py", "doctor.py"
+
+
+@pytest.mark.parametrize("program", ["train.py", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_a_program_finds_its_modules_in_an_isolated_python(program, tmp_path):
     run("-I", f"{ROOT}/{program}", "--help", cwd=tmp_path)
 
@@ -63,11 +66,6 @@ def test_waiting_threads_sleep_in_a_program_unless_the_user_has_said_otherwise(p
     (tmp_path / "torch.py").write_text("import os, sys; sys.exit(os.environ['OMP_WAIT_POLICY'])")
     environment = {"OMP_WAIT_POLICY": given, "PYTHONPATH": str(tmp_path)}
     assert run(*program.split(), cwd=ROOT, env=environment, check=False).stderr == f"{policy}\n"
-
-
-def test_waiting_threads_are_left_alone_where_the_package_is_imported():
-    code = "import os, sympow.model; print(os.environ.get('OMP_WAIT_POLICY'))"
-    assert run("-c", code, cwd=ROOT, env={"OMP_WAIT_POLICY": None}).stdout == "None\n"
 
 
 def bar_on_a_terminal_without_a_size():
