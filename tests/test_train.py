@@ -48,9 +48,7 @@ def test_a_run_folder_has_all_that_is_needed_to_read_it(go):
     assert {name for name in os.listdir("out/a") if not name.endswith(".diff")} == files  # of changed code
     assert sorted(os.listdir("out/a/ckpt")) == ["step_00000003", "step_00000006"]
     config = json.load(open("out/a/config.json"))
-    # by the data, and by the attention
-    chosen = dict(rope_base=512, vocab_size=257, positions="rotary", gate_bias=3.0, convolution=4, output_gate=True)
-    assert chosen.items() <= config["model"].items()
+    assert config["model"]["rope_base"] == 512 and config["model"]["vocab_size"] == 257  # by the data
     step, _, _, evaluation, *_ = lines("out/a")
     assert {"step", "train_loss", "tokens", "seconds", "lr", "grad_norm", "tok_per_sec"} <= step.keys()
     assert step["tokens"] == 256 and "mfu" not in step  # no peak is known for a CPU
