@@ -235,7 +235,7 @@ def make_dataset(folder, text=None):
 
 
 def write_run(folder, tokenizer=None, **settings):
-    """Write the folder of a run whose context grew to 24 tokens, with random weights; return the model.
+    """Write a run's folder with random weights, as after stages up to a context of 24 tokens; return the model.
 
     tokenizer: of the data, bytes if it is None; settings: of the model, beside its sizes.
     """

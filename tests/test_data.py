@@ -488,7 +488,7 @@ def test_wrong_arguments_and_failures_are_one_line_with_status_2(tmp_path, name,
         assert stop.value.code == 2 and out == "" and err.count("\n") == 1, err
 
 
-def test_missing_package_is_one_line(monkeypatch):
+def test_missing_package_is_one_line():
     from sympow.data import need
 
     with pytest.raises(DataError, match="pip install -r requirements.txt"):

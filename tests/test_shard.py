@@ -113,7 +113,7 @@ def test_weights_are_taken_from_a_sharded_checkpoint(runs, dataset, capsys):
 
 def test_rows_are_read_from_the_parts_that_have_them(tmp_path):
     tensors = {"w": torch.randn(10, 3), "b": torch.randn(2).bfloat16()}
-    for rank in range(4):  # of which the last ones have fewer rows, or none
+    for rank in range(4):  # the last ones have fewer rows, or none
         first_rows = {"w": 3 * rank, "b": rank}
         rows = {"w": tensors["w"][3 * rank : 3 * rank + 3].clone(), "b": tensors["b"][rank : rank + 1].clone()}
         rows = {name: x for name, x in rows.items() if x.numel()}

@@ -200,7 +200,7 @@ def test_a_folder_of_transformers_is_scored_as_it_is(capsys):
 
 
 @pytest.mark.parametrize("kind", ["sympow", "mine"])
-def test_no_code_of_a_folder_is_run(kind, monkeypatch, capsys):
+def test_no_code_of_a_folder_is_run(kind, capsys):
     """The same folder gives the same metrics, or one line, whatever code it asks for."""
     write_run("out/a", attention="sympow_gating,softmax")
     export.export("out/a", "hf")

@@ -256,7 +256,7 @@ def test_without_the_package_one_line_names_it(tmp_path, monkeypatch):
             act()
 
 
-def test_a_trained_tokenizer_loses_nothing_and_is_the_same_each_time(tmp_path):
+def test_a_trained_tokenizer_loses_nothing_and_is_the_same_each_time():
     tok = train_tokenizer(ENGLISH, 280)
     assert (tok.kind, tok.vocab_size, tok.eot) == ("bpe", 280, 279)
     assert tok.files() == train_tokenizer(ENGLISH, 280).files()

@@ -333,7 +333,7 @@ def test_wandb_has_nanogpts_names_and_our_own_step(go, wandb_server):  # noqa: F
     assert rows[3] == both | {"val/loss", "val/context"} and rows[4] == {"iter", "sample"}
 
 
-def test_config_files_are_complete(dataset, tmp_path, monkeypatch):
+def test_config_files_are_complete():
     """Each file in config/ gives a model; the papers' files name LongCrawl64, context 4096, 524,288 tokens a step."""
     from dataclasses import fields
 
@@ -353,27 +353,26 @@ def test_config_files_are_complete(dataset, tmp_path, monkeypatch):
             assert settings.accumulation_steps(cfg, values, 8) * 8 * cfg.batch_size * 4096 == 524288
 
 
-def test_seconds_count_evaluations_samples_and_checkpoints_with_and_without_a_limit(go, monkeypatch):
-    for name, limit in (("a", "0"), ("b", "1e6")):
-        ticks = Ticks()
-        monkeypatch.setattr("sympow.runs.metrics.time", ticks)
-        with monkeypatch.context() as patch:
-            for owner, function, duration in (
-                (batches, "eval_batches", 100),
-                (batches, "generate_by_steps", 1000),
-                (checkpoint.Writer, "save", 10000),
-            ):
+@pytest.mark.parametrize("limit", ["0", "1e6"])
+def test_seconds_count_evaluations_samples_and_checkpoints_with_and_without_a_limit(go, monkeypatch, limit):
+    ticks = Ticks()
+    monkeypatch.setattr("sympow.runs.metrics.time", ticks)
+    for owner, function, duration in (
+        (batches, "eval_batches", 100),
+        (batches, "generate_by_steps", 1000),
+        (checkpoint.Writer, "save", 10000),
+    ):
 
-                def slow(*args, real=getattr(owner, function), duration=duration, **kwargs):
-                    ticks.now += duration
-                    return real(*args, **kwargs)
+        def slow(*args, real=getattr(owner, function), duration=duration, **kwargs):
+            ticks.now += duration
+            return real(*args, **kwargs)
 
-                patch.setattr(owner, function, slow)
-            assert go(f"--out_dir=out/{name}", f"--max_seconds={limit}") == 0  # evaluates after steps 3 and 6
-        saved = [json.load(open(f"out/{name}/ckpt/step_0000000{step}/progress.json"))["seconds"] for step in (3, 6)]
-        assert [int(x) for x in saved] == [1100, 12200]
-        assert [int(line["seconds"]) for line in lines(f"out/{name}")] == [0, 0, 0, 100, 11100, 11100, 11100, 11200]
-        assert all(speed > 256 for speed in metrics(f"out/{name}", "tok_per_sec").values())  # of steps alone
+        monkeypatch.setattr(owner, function, slow)
+    assert go("--out_dir=out/a", f"--max_seconds={limit}") == 0  # evaluates after steps 3 and 6
+    saved = [json.load(open(f"out/a/ckpt/step_0000000{step}/progress.json"))["seconds"] for step in (3, 6)]
+    assert [int(x) for x in saved] == [1100, 12200]
+    assert [int(line["seconds"]) for line in lines("out/a")] == [0, 0, 0, 100, 11100, 11100, 11100, 11200]
+    assert all(speed > 256 for speed in metrics("out/a", "tok_per_sec").values())  # of steps alone
 
 
 @pytest.mark.parametrize("max_seconds,left", [(50, "00:10"), (0, "07:15")])
