@@ -197,9 +197,8 @@ def test_damage_is_named_by_every_program_and_the_checkpoint_before_it_taken(go,
     ):
         capsys.readouterr()
         status, error = program(), capsys.readouterr().err
-        assert status == 0 and "step_00000005 is left out: " in error and "model.safetensors is damaged: " in error, (
-            error
-        )
+        assert status == 0 and "model.safetensors is damaged: " in error, error
+        assert "step_00000005 is left out: " in error, error
     assert metrics("out/a") == metrics(finished / "whole")
     assert max(os.listdir("out/a/ckpt")) == "step_00000006"  # the damaged one that is later has gone
 
@@ -309,7 +308,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing after it is run, except that the thread ends its write."""
 
 
-@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("event", ["signal", "kill"])
 def test_each_line_comes_once_wherever_a_signal_or_a_kill_comes(go, monkeypatch, event, stride):
     """Stop a run at moments from its start to the second step, and some again soon after the next start."""
@@ -342,7 +341,7 @@ def test_each_line_comes_once_wherever_a_signal_or_a_kill_comes(go, monkeypatch,
         shutil.rmtree("out")
         start(moment)
         assert not os.path.exists("out/cut/ckpt/step_00000000"), names[moment - 1]
-        if moment % 4 == 1 and moment % 3:
+        if moment % 4 == 1:
             start(4)
         start(0)
         assert results() == expected, names[moment - 1]
