@@ -276,12 +276,13 @@ def test_a_state_of_other_tensors_than_the_model_has_is_refused(attention, switc
     model, file = small(attention, n_layer=1, **settings), str(tmp_path / "read.state")
     save(model, [256, 10, 20], file, switch_over)
     tensors, description = state_file.read_file(file)
-    cases = [
-        (tensors, {**description, key: wrong})
-        for key, value in description.items()
-        for wrong in (None, True, -1, 1.5, "x", [1])
-        if key not in ("run", "model", "code") and wrong != value
-    ]
+    settings, cases = description["settings"], []
+    for wrong in (None, True, -1, 1.5, "x", [1]):
+        changes = [{key: wrong} for key in ("n_tokens", "settings", "weights")]
+        changes += [{"settings": {**settings, "layers.0": layer}} for layer in (wrong, {"switch_over": wrong})]
+        cases += [(tensors, description | change) for change in changes]
+    for left_out in ("n_tokens", "settings", "weights"):
+        cases.append((tensors, {key: value for key, value in description.items() if key != left_out}))
     for name, x in tensors.items():
         others = {key: y for key, y in tensors.items() if key != name}
         wrong = [x.to(torch.int32), x.half(), x.unsqueeze(-1), x - torch.inf if "position" in name else x * torch.nan]
