@@ -22,9 +22,9 @@ READ_AT_ONCE = 1 << 28  # tokens that one call reads at most
 class Dataset:
     """A prepared dataset, opened for reading. name is the path of its folder, or NAME for data/NAME beside this file.
 
-    Attributes: name, path, meta (dict of meta.json), vocab_size, eot, document_length, tokenizer, protocol (None, or
-    "fox": see data/longcrawl64/prepare.py). Raises DataError if the folder, meta.json, the tokenizer or a shard is
-    missing or damaged, as far as that can be seen without reading the tokens: a shard must have exactly its size.
+    Attributes: name, path, meta (dict of meta.json), vocab_size, eot, document_length, tokenizer. Raises DataError if
+    the folder, meta.json, the tokenizer or a shard is missing or damaged, as far as that can be seen without reading
+    the tokens: a shard must have exactly its size.
     """
 
     def __init__(self, name):
@@ -40,7 +40,8 @@ class Dataset:
             raise DataError(f"{error}: delete it and run {prepare}") from error
         self.name, self.tokenizer = self.meta["name"], load_tokenizer(self.path)
         self.vocab_size, self.eot = self.tokenizer.vocab_size, self.tokenizer.eot
-        self.protocol = self.meta["arguments"].get("protocol")
+        if self.meta["arguments"].get("protocol"):
+            raise DataError(f"{self.path} has the windows of --protocol, which is gone: run {prepare} without it")
         self.document_length = self.meta["document_length"]
         own = [self.tokenizer.fingerprint(), self.vocab_size, self.eot]
         if own != [self.meta.get(key) for key in ("tokenizer", "vocab_size", "eot")]:

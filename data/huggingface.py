@@ -4,7 +4,6 @@ encoding = read_huggingface("llama/tokenizer.json")         # to give to data.to
 ranks = train_byte_pairs(texts, 8191)                       # {bytes: id}, the vocabulary of a tiktoken.Encoding
 """
 
-import json
 import os
 import re
 from contextlib import contextmanager
@@ -22,8 +21,7 @@ class HuggingFaceEncoding:
     """A tokenizers.Tokenizer with the methods of a tiktoken.Encoding that data.tokenizer uses.
 
     Attributes: n_vocab (the highest id + 1), eot_token (id of the end of text, added if the tokenizer has none),
-    end_name (its name), json (the contents of its tokenizer.json), cut_between_words (long texts may be encoded in
-    pieces).
+    end_name (its name), json (the contents of its tokenizer.json).
     """
 
     def __init__(self, text, end_name=None):
@@ -46,9 +44,6 @@ class HuggingFaceEncoding:
         if len(set(ids)) < len(ids):  # the package may give the end of text an id that is taken, if some are left out
             raise ValueError("an id stands twice")
         self.json = self.tokenizer.to_str()
-        # In GPT-2's family no word spans a letter and a character that is none; others mark the start of every piece.
-        parts = json.loads(self.json)
-        self.cut_between_words = (parts.get("decoder") or {}).get("type") == "ByteLevel" and not parts.get("normalizer")
 
     def encode_ordinary_batch(self, texts, num_threads):
         """Return a list of ids for each text; the package itself chooses the number of threads (it uses all cores)."""

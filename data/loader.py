@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from . import DataError
-from .meta import PROTOCOLS
 from .progress import bar
 
 RECT = 16  # how many documents go through their windows together
@@ -30,9 +29,6 @@ class Windows:
     tokens at the end of a row are not visited. With pack, the rows are one stream, and window k is stream[kT:(k+1)T];
     the input at the start of each row is the end of text, so a model that resets its state at that token keeps rows
     apart.
-
-    A dataset of the protocol "fox" (data/longcrawl64/prepare.py) begins every window with the end of text, and its
-    training order is window 0 of all documents, then window 1, and so on.
 
     Raises DataError if block_size, which the message calls `name`, is longer than a row, or with pack than the split.
     """
@@ -51,12 +47,6 @@ class Windows:
             raise DataError(
                 f"{name} {block_size} is longer than the {split} split of {dataset.name} "
                 f"({dataset.tokens(split)} tokens): give a smaller --{name} or more text"
-            )
-        self.fox = PROTOCOLS[dataset.protocol]
-        if self.fox and (pack or length % block_size):
-            raise DataError(
-                f"{name} must divide the {length} tokens of a document of {dataset.name}, and pack be False, since it "
-                f"was prepared with --protocol=fox; got {block_size}"
             )
         self.dataset, self.split, self.block_size, self.pack = dataset, split, block_size, pack
         # Training permutes rows of per_document windows each. With pack, every window counts as a row of its own.
@@ -83,7 +73,7 @@ class Windows:
 
     def _read(self, starts, T):
         """Return (inputs, targets) [B, T] for the T tokens from each of `starts` [B] on."""
-        L = self.block_size if self.fox else self.dataset.document_length
+        L = self.dataset.document_length
         tokens = np.empty((len(starts), T + 1), dtype=np.int64)  # the token before each window, and the window
         for row, start in zip(tokens, starts.tolist()):
             row[0] = self.dataset.eot  # the end of text remains if the window begins a document
@@ -99,9 +89,6 @@ class Windows:
 
         spans: as for `batch`.
         """
-        if self.fox:
-            windows, documents = np.divmod(np.arange(start, start + count) % len(self), self.documents)
-            return self.batch(documents * self.per_document + windows, spans)
         return self.batch(train_indices(self, seed, start, count), spans)
 
 

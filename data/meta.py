@@ -14,7 +14,6 @@ from .files import read_json, write_json
 
 VERSION = 2  # of the files in a dataset's folder
 SPLITS = ("train", "val")
-PROTOCOLS = {None: False, "fox": True}  # whether windows are read as data/longcrawl64/prepare.py says
 SHARD = re.compile(r"(train|val)_\d{5,9}\.bin")
 
 

@@ -74,19 +74,14 @@ class Tokenizer:
         if self.kind == "huggingface":  # tiktoken replaces lone surrogates itself, tokenizers refuses them
             texts = [_utf8(text).decode() for text in texts]
         ids = [[np.zeros(0, np.int32)] for _ in texts]
-        pieces = ((number, piece) for number, text in enumerate(texts) for piece in self._cut(text))
+        cut = split_long_text if self.kind == "bpe" else lambda text: [text]  # others may mark a piece's start
+        pieces = ((number, piece) for number, text in enumerate(texts) for piece in cut(text))
         for batch in batches(pieces, AT_ONCE, lambda piece: len(piece[1])):
             numbers, parts = zip(*batch)
             encoded = self.encoding.encode_ordinary_batch(list(parts), num_threads=os.cpu_count() or 1)
             for number, part in zip(numbers, encoded):
                 ids[number].append(np.array(part, dtype=np.int32))
         return [np.concatenate(parts) for parts in ids]
-
-    def _cut(self, text):
-        """Yield a text in pieces that together have the ids of the text."""
-        if self.kind == "huggingface" and not self.encoding.cut_between_words:
-            return [text]
-        return split_long_text(text)
 
     def encode_bytes(self, raw):
         """Return the int32 ids of any bytes, so that a file that is not UTF-8 stays as it is. Kind "bytes" only."""

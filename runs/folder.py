@@ -205,8 +205,6 @@ def fingerprint(dataset):
         parts = [[fingerprint(one), str(weight)] for one, weight in zip(dataset.sets.values(), dataset.weights)]
     else:
         parts = [list(dataset.meta["splits"].values()), dataset.eot]
-        if dataset.protocol:  # which gives other windows of the same shards
-            parts.append(dataset.protocol)
     return short_hash(json.dumps(parts).encode())
 
 

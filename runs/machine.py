@@ -84,7 +84,7 @@ def choose_numerics(cfg, device, dtype):
 def seed_dropout(*numbers):
     """Seed torch's random numbers by whole numbers of 0 or more."""
     seed = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
-    torch.manual_seed(int(seed[0]))
+    torch.manual_seed(seed.item())
 
 
 def can_compile(setting, device, log):

@@ -7,16 +7,14 @@ import re
 import numpy as np
 import pytest
 import tiktoken
-import torch
 import zarr
 from helpers import ROOT, byte_encoding, call, run, verify
 
 from sympow import sample, train
 from sympow.data import DataError, zarr_rows
 from sympow.data.dataset import Dataset
-from sympow.data.loader import Windows, eval_batches, train_batch
 from sympow.data.longcrawl64 import prepare as longcrawl64
-from sympow.runs.folder import fingerprint
+from sympow.data.meta import read_meta, write_meta
 
 LENGTH, ROWS, COLUMNS = 64, 4, 16  # as 65536, 2048, 2048
 TRAIN, HELDOUT = 10, 7  # the last chunk row is not full
@@ -188,36 +186,14 @@ def test_a_vocabulary_that_can_be_had_later_is_taken(tmp_path, monkeypatch):
     assert (without.kind, prepare(tmp_path).tokenizer.kind) == ("ids", "bpe")
 
 
-@pytest.mark.parametrize("T, size", [(64, 2), (16, 2), (16, 10)])
-def test_protocol_fox_gives_the_batches_of_the_forgetting_transformer(tmp_path, monkeypatch, T, size):
-    """They are compared with what LongCrawlDataset.__getitem__ there returns for batch 0, 1, ..., by its formulas."""
-    arrays = make_source(tmp_path)
-    monkeypatch.setattr(longcrawl64, "FOX_HELD_OUT", 5)
-    dataset = prepare(tmp_path, "--protocol=fox")
-    assert np.array_equal(rows(dataset, "val"), arrays["heldout"][:5])
-    windows = Windows(dataset, "train", T)
-    for number in range(len(windows) // size):
-        column, row = divmod(number, TRAIN // size)
-        data = arrays["train"][row * size : (row + 1) * size, column * T : (column + 1) * T].astype(np.int64)
-        inputs = np.roll(data, 1, axis=-1)
-        inputs[:, 0] = dataset.eot
-        batch = inputs, data = torch.from_numpy(inputs), torch.from_numpy(data)
-        assert all(map(torch.equal, train_batch(windows, 1, number, 0, 1, size), batch))
-        parts = [train_batch(windows, 1, number, part, 2, size // 2, [(0, 3), (8, T)]) for part in range(2)]
-        for whole, *halves in zip(batch, *parts):
-            assert torch.equal(torch.cat(halves), torch.cat([whole[:, :3], whole[:, 8:]], dim=1))
-    inputs, _ = next(eval_batches(Windows(dataset, "val", T), 5 * LENGTH, 5, 0, 1))
-    assert (inputs[:, 0] == dataset.eot).all()
-
-
-def test_protocol_fox_keeps_shards_but_counts_as_other_data(tmp_path, capsys):
+def test_a_dataset_of_other_windows_is_refused(tmp_path):
+    """Earlier versions had --protocol=fox."""
     make_source(tmp_path)
-    own, fox, again = (prepare(tmp_path, *options) for options in ([], ["--protocol=fox"], []))
-    assert fingerprint(own) == fingerprint(again) != fingerprint(fox)
-    assert capsys.readouterr().out.count("5 of 5 shards were there") == 2
-    for options in ({"block_size": 15}, {"block_size": 16, "pack": True}):
-        with pytest.raises(DataError, match="block_size must divide the 64 tokens .*--protocol=fox; got 1"):
-            Windows(fox, "train", **options)
+    path = Path(prepare(tmp_path).path, "meta.json")
+    meta = read_meta(path)
+    write_meta(path, meta | {"arguments": meta["arguments"] | {"protocol": "fox"}})
+    with pytest.raises(DataError, match="has the windows of --protocol, which is gone: run python .*prepare.py"):
+        Dataset(path.parent)
 
 
 def changed_train(rows, columns, value):

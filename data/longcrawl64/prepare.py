@@ -12,13 +12,6 @@ zarr silently returns the fill value for a missing chunk, and there are copies o
 chunks. So the chunk files are counted first, and only rows of chunks that are complete are taken, in their order, up to
 --documents. With --strict, a missing chunk among the first --documents is refused by name. A chunk that holds a single
 value is always refused. zarr has no checksums: a flipped byte in a chunk that still decodes is not noticed.
-
---protocol=fox lets losses stand beside the tables of the Forgetting Transformer (github.com/zhixuan-lin/
-forgetting-transformer): every window begins with an end of text, training goes through the first windows of all
-documents in their order, then through the second ones, and so on, and the first 2^31 heldout tokens are the validation
-split (train.py --eval_tokens=2147483648, or evaluate.py --length=65536 --documents=32768). Its models of 125M read
-windows of 16,384, 32 of them a step, of 163,840 documents in 5,120 steps. --documents must be a multiple of these 32 if
-training goes on to second windows.
 """
 
 import os
@@ -36,7 +29,6 @@ from sympow.data.zarr_rows import Zarr, missing_message
 
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"
 ARRAYS = {"train": "train.zarr", "val": "heldout.zarr"}
-FOX_HELD_OUT = (1 << 31) // 65536  # documents
 
 
 def plan(array, documents, strict):
@@ -73,14 +65,14 @@ def prepare_arrays(args, source):
         "val_documents": args.val_documents,
         "strict": args.strict,
         "document_length": args.document_length,
-        "protocol": args.protocol,
+        "protocol": None,  # stands in datasets that are there already, and they stay complete
     }
     if arguments in begun_arguments(args.out) and is_complete(args.out, arguments, args.verify):
         return
     arrays = {split: Zarr(f"{source}/{name}", args.document_length) for split, name in ARRAYS.items()}
     documents = {"train": args.documents, "val": args.val_documents}
-    if (args.documents or args.protocol) and not args.val_documents:  # a small training set does not need all 52,131
-        documents["val"] = min(FOX_HELD_OUT if args.protocol else 2048, arrays["val"].documents)
+    if args.documents and not args.val_documents:  # a small training set does not need all 52,131
+        documents["val"] = min(2048, arrays["val"].documents)
     parts = {}
     for split, array in arrays.items():
         parts[split], incomplete = plan(array, documents[split], args.strict)
@@ -115,7 +107,6 @@ def main(argv):
     parser.add_argument("--documents", type=int, help="train documents to take at most (unset: all)")
     parser.add_argument("--val_documents", type=int, help="heldout documents (unset: all; 2048 with --documents)")
     parser.add_argument("--strict", action="store_true", help="refuse missing chunks and too few documents")
-    parser.add_argument("--protocol", choices=["fox"], help="fox: windows as the Forgetting Transformer reads them")
     args = parser.parse_args(argv)
     for name in ("documents", "val_documents"):
         value = getattr(args, name)
