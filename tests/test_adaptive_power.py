@@ -102,9 +102,9 @@ def test_the_sizes_of_q_and_k_change_nothing_and_later_tokens_no_earlier_row():
 
 def test_powers_that_do_not_fit_are_refused():
     (q, k, v, powers), _, _ = inputs(9)
-    for wrong in (powers[:, 1:], powers.int()):
+    for changed in (powers[:, 1:], powers.int()):
         with pytest.raises(ValueError, match=r"powers must be floating point \[B, n\] = \[2, 9\], got"):
-            adaptive_power_attention(q, k, v, wrong)
+            adaptive_power_attention(q, k, v, changed)
 
 
 def test_float16_is_computed_as_float32_and_comes_back():

@@ -66,13 +66,13 @@ def test_a_compiled_function_has_no_graph_break(size):
     assert_close(results, expected, 1e-2 if size.form == "quadratic" else 1e-5)
 
 
-@pytest.mark.parametrize("wrong", ["y", "dx"])
-def test_a_wrong_output_or_gradient_is_found(wrong, monkeypatch):
+@pytest.mark.parametrize("name", ["y", "dx"])
+def test_a_wrong_output_or_gradient_is_found(name, monkeypatch):
     rotary = check.OPERATORS["rotary"]
-    broken = lambda x, cos, sin: rotary.kernels(x, cos, sin) * (1.1 if wrong == "y" else 1) + (x - x.detach())
+    broken = lambda x, cos, sin: rotary.kernels(x, cos, sin) * (1.1 if name == "y" else 1) + (x - x.detach())
     monkeypatch.setitem(check.OPERATORS, "rotary", rotary._replace(kernels=broken))
     errors = check.errors(Size("rotary", torch.float32, 16), 20, DEVICE)
-    assert errors.pop("dx") > 1e-2 and (errors["y"] > 1e-2) == (wrong == "y")
+    assert errors.pop("dx") > 1e-2 and (errors["y"] > 1e-2) == (name == "y")
 
 
 def test_rows_of_a_width_that_the_kernels_have_are_not_copied():
