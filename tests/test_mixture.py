@@ -224,6 +224,9 @@ def test_compare_takes_the_loss_of_one_dataset(unbroken, capsys):
     out = capsys.readouterr().out
     assert "val loss/c" in out and f"{numbers(unbroken)['val_loss/c'][6]:.4f}" in out
     known = "val_loss, val_loss/a, val_loss/b, val_loss/c"
-    for metric in ("val_loss/x", "tokens"):
+    for metric, reason in (
+        ("val_loss/x", f"holds no val_loss/x, but {known}"),
+        ("tokens", "--metric must be val_loss or val_loss/NAME, got 'tokens'"),
+    ):
         assert call(compare.main, str(unbroken), f"--metric={metric}") == 2
-        assert f"holds no {metric}, but {known}" in capsys.readouterr().err
+        assert reason in capsys.readouterr().err
