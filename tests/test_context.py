@@ -308,6 +308,7 @@ def test_pieces_on_the_kernels_are_the_whole_sequence_and_no_sum_is_computed_twi
         assert (torch.cat(pieces, dim=1) - x).norm() <= 1e-5 * x.norm()
 
 
+@pytest.mark.slow  # the compiler; the test above has the same piece without it
 def test_a_piece_on_the_kernels_is_compiled_whole_and_computed_again():
     """With activation checkpointing, which runs a block without the compiler if its graph breaks."""
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
