@@ -309,9 +309,10 @@ def settings(run, folder=None):
     for key, kind in SETTINGS.items():
         if type(contents.get(key)) is not kind:
             raise DataError(f"{path} is damaged: it has no {key} of type {kind.__name__}")
+    contents["model"] = with_defaults(GPTConfig, contents["model"])
     with one_line(path, "is damaged"):
         final_context(contents)
-    contents["model"] = with_defaults(GPTConfig, contents["model"])
+        GPTConfig(**contents["model"])
     model = read_progress(folder).model if folder else None
     if model and {**model, **CHANGEABLE} != {**contents["model"], **CHANGEABLE}:
         raise DataError(f"{path} is damaged: the model in it is not that of {folder}")

@@ -788,6 +788,7 @@ def test_the_numbers_of_a_run_whose_checkpoints_are_gone_stay(go, trained, capsy
     [
         ({"then": "x@y"}, "then must be CONTEXT@START"),
         ({"model": [1]}, "it has no model of type dict"),
+        ({"model": {"n_lazer": 2}}, "n_lazer"),
         ({"init_from": None}, "it has no init_from of type str"),
     ],
 )
