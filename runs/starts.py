@@ -23,6 +23,7 @@ from sympow.code import record_code, short_hash
 from ..data.files import write_atomically, write_json
 from .checkpoint import run_of, step_of
 from .processes import warn
+from .settings import from_launcher
 
 ROOT = Path(__file__).resolve().parents[1]  # of this repository
 # print what differs from the commit, new files of Python too, whatever git's settings are
@@ -83,8 +84,10 @@ def environment():
         "commit": _commit(),
         "python": sys.version.split()[0],
         "versions": {name: _version(name) for name in ("torch", "triton", "numpy", "safetensors", "wandb")},
+        "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "host": socket.gethostname(),
+        "world": from_launcher("WORLD_SIZE", 1),
     }
 
 
