@@ -60,6 +60,21 @@ def test_a_folder_has_all_that_a_model_needs(tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
 
 
+def test_of_two_exports_into_one_folder_the_last_stays(tmp_path, monkeypatch):
+    run, target = tmp_path / "out/a", tmp_path / "hf"
+    write_run(run)
+
+    def rename(source, destination, real=os.rename):
+        if destination == target:
+            monkeypatch.setattr(os, "rename", real)
+            export.export(run, target)  # of another process
+        real(source, destination)
+
+    monkeypatch.setattr(os, "rename", rename)
+    export.export(run, target)
+    assert sorted(os.listdir(tmp_path)) == ["hf", "out"]
+
+
 def test_mistakes_are_refused(tmp_path, monkeypatch, capsys):
     run = tmp_path / "out/a"
     write_run(run)

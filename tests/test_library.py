@@ -182,6 +182,10 @@ def refusals():
         cache = model(tokens, attention_mask=later, past_key_values=power.PowerCache()).past_key_values
         model(tokens[:, :1], past_key_values=cache)
 
+    def other_attention(model, power, tokens):
+        model.set_attn_implementation("sdpa")
+        model.generate(tokens, past_key_values=power.PowerCache(), max_new_tokens=2)
+
     def packed_keys(model, power, tokens):
         cache = model(tokens, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]])).past_key_values
         model(tokens[:, :1], position_ids=torch.tensor([[3]]), past_key_values=cache)
@@ -191,9 +195,20 @@ def refusals():
         "takes an attention_mask of [B, 6], got [2, 5]": lambda m, _, x: m(x, attention_mask=later[:, :5]),
         "for the tokens in a cache what it was": other_mask,
         "a cache what it was when they were read": forgotten_mask,
+        "the last ones went to another attention": other_attention,
         "must go on from the cached keys": packed_keys,
         "packed or static ones": lambda m, _, x: m.generate(x, cache_implementation="static", max_new_tokens=2),
         "dropout must be 0.0 for power attention, got 0.1": lambda m, _, x: m.train()(x),
+        "is causal: no token sees a later one": lambda m, power, x: power.padding_mask(
+            kv_length=6, batch_size=2, mask_function=lambda b, h, i, j: j >= 0
+        ),
+        "no windows, no chunks and no mask functions": lambda m, power, x: power.padding_mask(
+            kv_length=6, local_size=4
+        ),
+        "is_causal must be True for power attention, got False": lambda m, power, x: power.attend(
+            None, *(torch.ones(1, 1, 3, 4),) * 3, None, is_causal=False, p=2, gate="none"
+        ),
+        "switch_over must be auto, always, never": lambda m, power, x: power.PowerCache("sometimes"),
         "sliding_window must be None for power attention, got 4": lambda m, _, x: m(x, sliding_window=4),
         "p must be a positive even integer, got 3": lambda m, power, x: power.register("odd", p=3),
         "gate must be one of none, fixed, got 'learned'": lambda m, power, x: power.register("odd", gate="learned"),

@@ -299,6 +299,10 @@ def test_errors_of_the_network_are_tried_again_with_back_off(tmp_path, monkeypat
     with pytest.raises(TimeoutError):
         flaky(None, 9)
     assert seconds == [1, 2, 4, 8, 16, 32, 60, 60]
+    failures.append(DataError("damage"))
+    with pytest.raises(DataError):
+        flaky(None, 9)
+    assert len(seconds) == 8  # damage does not pass
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

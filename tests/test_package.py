@@ -83,6 +83,12 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
         sympow.Attention(**{"n_embd": 32, "n_head": 4, **settings})
 
 
+@torch.no_grad()
+def test_a_layer_without_positions_does_not_know_the_order_of_earlier_tokens():
+    layer, x = sympow.Attention(32, 4, attention="sympow", positions="none"), torch.randn(1, 9, 32)
+    assert torch.allclose(layer(x)[:, -1], layer(x[:, [*range(7, -1, -1), 8]])[:, -1], atol=1e-5)
+
+
 def test_a_table_in_the_users_cache_comes_first(monkeypatch, tmp_path):
     pytest.importorskip("triton")
     from sympow.kernels.tune import write_table
