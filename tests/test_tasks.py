@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, call, run, write_run
+from safetensors.torch import load_file, save_file
 
 from sympow import evaluate
 from sympow import export
@@ -167,13 +168,13 @@ def test_mistakes_are_refused(monkeypatch, capsys):
     assert 'pip install "lm_eval[hf]"' in capsys.readouterr().err
 
 
-def test_where_scores_cannot_be_written_no_work_is_done(monkeypatch, capsys):
+def test_scores_are_not_lost_where_they_cannot_be_written(monkeypatch, capsys):
     from sympow.runs import tasks
 
     for name in ("out/a", "out/b"):
         write_run(name)
     task = write_task("next", pair(TEXTS, 4 * [" yes"]), "loglikelihood", "perplexity")
-    options = "--out_dir=out/a,out/b", f"--tasks={task}"
+    score, options = tasks.run_tasks, ("--out_dir=out/a,out/b", f"--tasks={task}")
     monkeypatch.setattr(tasks, "run_tasks", lambda *args: pytest.fail("the work was done before"))
     os.mkdir("out/b/tasks.json")
     assert call(evaluate.main, *options) == 2
@@ -181,6 +182,16 @@ def test_where_scores_cannot_be_written_no_work_is_done(monkeypatch, capsys):
     os.rmdir("out/b/tasks.json")
     Path("out/a/tasks.json").write_text("{")
     assert call(evaluate.main, *options) == 2 and "out/a/tasks.json is damaged" in capsys.readouterr().err
+    os.remove("out/a/tasks.json")
+
+    def work(*args):  # after which the folder cannot be written
+        os.mkdir("out/b/tasks.json")
+        return score(*args)
+
+    monkeypatch.setattr(tasks, "run_tasks", work)
+    with pytest.raises(OSError):
+        call(evaluate.main, *options)
+    assert "next perplexity" in capsys.readouterr().out
 
 
 def test_a_folder_of_transformers_is_scored_as_it_is(capsys):
@@ -226,6 +237,11 @@ def test_no_code_of_a_folder_is_run(kind, capsys):
     "file,harm,message",
     [
         ("model.safetensors", lambda path: path.write_bytes(b""), "model.safetensors is damaged"),
+        (
+            "model.safetensors",
+            lambda path: save_file(dict([*load_file(path).items()][1:]), path),
+            "hf cannot be loaded",
+        ),
         ("config.json", lambda path: write_json(path, {"model_type": "sympow"}), "config.json in hf is not of a model"),
         ("config.json", lambda path: write_json(path, read_json(path) | {"max_position_embeddings": "x"}), "'x'"),
         ("tokenizer.json", lambda path: path.write_text("{}"), "hf/tokenizer.json is damaged or no tokenizer"),

@@ -135,6 +135,20 @@ def refused(folder, reason, load=load_tokenizer):
     assert "\n" not in str(error.value) and len(str(error.value)) < 500 and str(folder) in str(error.value)
 
 
+def test_a_panic_in_rust_is_one_line(tmp_path, monkeypatch):
+    Tokenizer("bpe", tiny_encoding()).save(tmp_path)
+    panic = type("PanicException", (BaseException,), {})
+
+    def panicking(*args, **options):
+        raise panic("no entry found for key\nat src/lib.rs")
+
+    monkeypatch.setattr(tiktoken, "Encoding", panicking)
+    refused(tmp_path, "tokenizer.json is damaged .*PanicException: no entry found for key at src/lib.rs")
+    monkeypatch.setattr(tiktoken, "Encoding", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, b"\xff", '{"eos_token": 5}', '{"eos_token": {}}'])
 @pytest.mark.parametrize(
     "file,load",

@@ -477,3 +477,11 @@ def test_gates_and_rotations_are_logged(go):
         assert len(line["gate"]) == len(line["beta"]) == 2
         assert all(0.99 < gate < 1 for gate in line["gate"]) and all(0.5 < beta < 1.5 for beta in line["beta"])
     assert not os.path.getsize("out/a/samples.jsonl")
+
+
+def test_ranks_that_cannot_meet_end_with_a_line(dataset, tmp_path):
+    env = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "no port"}
+    argv = [*SMALL, f"--dataset={dataset}", "--out_dir=out/a"]
+    assert join(start(train.main, *argv, env=env, cwd=tmp_path)) == [1]
+    log = (tmp_path / "log").read_text()
+    assert "the ranks cannot find each other: " in log and "Traceback" not in log
