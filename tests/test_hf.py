@@ -3,9 +3,11 @@
 import csv
 import json
 import os
+import shutil
 import types
 
 import pytest
+from helpers import verify
 
 from sympow.data import DataError, documents, files, shards
 from sympow.data.dataset import Dataset
@@ -94,6 +96,23 @@ def test_a_run_that_was_cut_gives_the_same_bytes_and_tokenizes_what_is_missing(
     expected = {"train_00001": [23, 45, 67, 89, 0], "train_00004": [89, 0], "val_00000": [112, 0], "meta.json": [112]}
     assert [first for first, _ in tokenized] == expected[stop]
     assert not (tmp_path / "out" / "unfinished").exists()
+
+
+@pytest.mark.parametrize("damage", ["train_00001.bin", "val_00000.bin"])
+def test_a_damaged_shard_is_made_again(undisturbed, parts, tmp_path, damage):
+    shutil.copytree(undisturbed.path, tmp_path / "out")
+    with open(tmp_path / "out" / damage, "r+b") as f:
+        f.write(b"xx")
+    assert splits(prepare(tmp_path / "out", parts, "--verify")) == splits(undisturbed)
+    verify(Dataset(tmp_path / "out"))
+
+
+def test_another_file_under_the_same_name_is_another_source(tmp_path, capsys):
+    for word in ("document", "dokument"):
+        lines = (json.dumps({"text": text.replace("document", word)}) + "\n" for text in TEXTS)
+        (tmp_path / "part.jsonl").write_text("".join(lines))
+        dataset = prepare(tmp_path / "out", tmp_path / "part.jsonl")
+    assert "its shards are replaced" in capsys.readouterr().out and texts(dataset, "train")[0].startswith("dokument")
 
 
 def test_a_dataset_grows_to_any_number_of_documents_and_to_all(undisturbed, parts, tmp_path, capsys):
