@@ -30,6 +30,7 @@ from sympow.kernels.decode import power as decode  # noqa: E402
 from sympow.kernels.decode import qkv as decode_qkv  # noqa: E402
 from sympow.kernels.decode import sampling  # noqa: E402
 from sympow.kernels.decode.linear import Linear, Norm, linear  # noqa: E402
+from sympow.layers.activation import ACTIVATIONS
 from sympow.model import GPT, GPTConfig  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("layer_norms")
@@ -335,6 +336,12 @@ def change_activation(model, monkeypatch):
         monkeypatch.setattr(block.mlp, "activation", torch.relu)
 
 
+def add_activation(model, monkeypatch):
+    monkeypatch.setitem(ACTIVATIONS, "relu2", lambda x: x.relu().square())
+    model.config.activation = "relu2"
+    change_activation(model, monkeypatch)
+
+
 def widen_mlp(model, monkeypatch):
     mlp = model.transformer.h[1].mlp
     mlp.c_fc, mlp.c_proj = torch.nn.Linear(32, 256, device=DEVICE), torch.nn.Linear(256, 32, device=DEVICE)
@@ -371,6 +378,7 @@ def read_and_generate(model, prompt, switch_over=None, num_samples=1, **options)
         (normalize_queries_and_keys, "sympow_gating", "logits differ by"),
         (normalize_queries_and_keys, "softmax", "logits differ by"),
         (change_activation, "heinsen", "logits differ by"),
+        (add_activation, "heinsen", "activation must be one of gelu, gelu_tanh, got 'relu2'"),
         (widen_mlp, "softmax", r"a linear layer has the shape \[256, 32\], not \[128, 32\]"),
         (replace_norm, "softmax", "'RMSNorm' object has no attribute 'bias'"),
     ],
