@@ -4,11 +4,13 @@ import json
 import os
 import shutil
 import socket
+import weakref
 
 import pytest
 import tiktoken
 import torch
 from helpers import SMALL, byte_encoding, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from test_model import tiny
 
@@ -276,13 +278,21 @@ def test_a_state_of_other_tensors_than_the_model_has_is_refused(attention, switc
     model, file = small(attention, n_layer=1, **settings), str(tmp_path / "read.state")
     save(model, [256, 10, 20], file, switch_over)
     tensors, description = state_file.read_file(file)
-    settings, cases = description["settings"], []
-    for wrong in (None, True, -1, 1.5, "x", [1]):
-        changes = [{key: wrong} for key in ("n_tokens", "settings", "weights")]
-        changes += [{"settings": {**settings, "layers.0": layer}} for layer in (wrong, {"switch_over": wrong})]
-        cases += [(tensors, description | change) for change in changes]
-    for left_out in ("n_tokens", "settings", "weights"):
-        cases.append((tensors, {key: value for key, value in description.items() if key != left_out}))
+    cases = [
+        (tensors, {**description, key: wrong})
+        for key, value in description.items()
+        for wrong in (None, True, -1, 1.5, "x", [1])
+        if key not in ("run", "model", "code") and wrong != value
+    ]
+    cases += [
+        (tensors, {k: v for k, v in description.items() if k != key})
+        for key in ("model", "weights", "n_tokens", "settings")
+    ]
+    for part, own in description["settings"].items():
+        for key, value in own.items():
+            for wrong in (True, -1, 1.5, "x", [1]):
+                changed = {**description["settings"], part: {**own, key: wrong}}
+                cases += [(tensors, {**description, "settings": changed})] * (wrong != value)
     for name, x in tensors.items():
         others = {key: y for key, y in tensors.items() if key != name}
         wrong = [x.to(torch.int32), x.half(), x.unsqueeze(-1), x - torch.inf if "position" in name else x * torch.nan]
@@ -294,6 +304,43 @@ def test_a_state_of_other_tensors_than_the_model_has_is_refused(attention, switc
         with pytest.raises(ValueError):
             state_file.load_state(file, model)
             pytest.fail(f"{tensors.keys()}: {description}")
+
+
+def test_a_loaded_state_is_freed_before_tokens_are_generated(go, monkeypatch, tmp_path, capsys):
+    """It may take a good part of a GPU's memory, and generation has a state of its own by then."""
+    file, loaded, alive = str(tmp_path / "a.state"), [], []
+    assert go("--prompt=line 1", f"--save_state={file}", "--max_new_tokens=0", "--out_dir=out/a") == 0
+    report = capsys.readouterr().err
+    assert f"wrote {file}\n" in report and " tokens/s, state " in report and ", then " not in report
+
+    def load(*args):
+        prefix = state_file.load_state(*args)
+        loaded.append(weakref.ref(prefix[1]))
+        return prefix
+
+    def record(*args, **options):
+        alive.append(loaded[0]() is not None)
+        return sample_next_token(*args, **options)
+
+    monkeypatch.setattr(sample, "load_state", load)
+    monkeypatch.setattr(steps, "sample_next_token", record)
+    assert go(f"--load_state={file}", "--prompt= and", "--max_new_tokens=3", "--out_dir=out/a") == 0
+    assert alive == [False] * 3 and "conformal_sympow: prompt" in capsys.readouterr().err
+    assert go(f"--load_state={file}", "--max_new_tokens=3", "--out_dir=out/a") == 0
+    assert "prompt" not in capsys.readouterr().err  # which had nothing to read
+
+
+def test_a_state_that_could_not_be_written_leaves_nothing(go, tmp_path, monkeypatch):
+    def write_half(tensors, path, metadata):
+        with open(path, "w") as f:
+            f.write("half")
+        raise SafetensorError("I/O error: File too large (os error 27)")
+
+    monkeypatch.setattr(state_file, "save_file", write_half)
+    (tmp_path / "a.state").write_text("the state before")
+    with pytest.raises(OSError, match=f"^cannot write {tmp_path}/a.state: I/O error: File too large"):
+        go(f"--save_state={tmp_path}/a.state", "--max_new_tokens=0", "--out_dir=out/a")
+    assert os.listdir(tmp_path) == ["a.state"] and (tmp_path / "a.state").read_text() == "the state before"
 
 
 def test_a_document_is_read_once_and_asked_twice(go, capsys, tmp_path):
