@@ -125,6 +125,7 @@ def test_kills_at_random_moments_change_nothing(dataset, tmp_path, kills):
         ("model.safetensors", lambda path: flip(path, os.path.getsize(path) - 5), "is not what was written"),
         ("optimizer.safetensors", os.remove, "optimizer.safetensors is missing"),
         ("checksums.json", os.remove, "checksums.json is missing"),
+        ("checksums.json", lambda path: change_json(path, **{"model.1-of-99999999": "0"}), "99 is missing"),
         ("checksums.json", lambda path: flip(path, 35), "checksums.json or progress.json is not what"),
         ("checksums.json", lambda path: write(path, 100_000 * "["), "checksums.json is damaged"),
     ],
@@ -215,6 +216,15 @@ def test_checkpoints_of_another_model_py_are_not_called_damaged(go, finished, ca
         in printed
     )
     assert "no checkpoint in out/a can be used" in printed and "damage" not in printed
+
+
+def test_damaged_weights_can_not_be_taken_and_leave_no_folder(go, trained, capsys):
+    for step in (1, 2):
+        flip(f"out/a/ckpt/step_0000000{step}/model.safetensors", 3000)
+    for source in ("out/a", "out/a/ckpt/step_00000002"):
+        assert go(*TINY, "--out_dir=out/b", f"--init_from={source}") == 2
+        assert f"init_from: there is no whole checkpoint in {source}; give" in capsys.readouterr().err
+    assert os.listdir("out") == ["a"]
 
 
 def test_if_every_checkpoint_is_damaged_nothing_starts_anew_unasked(go, finished, capsys):
@@ -440,6 +450,17 @@ def test_a_second_process_in_one_folder_is_refused_also_if_the_first_renames_it(
     assert go("--out_dir=out/a") == 2
     assert f"process {os.getpid()} on {socket.gethostname()} is training in out/a: stop it" in refusal(capsys)
     locks[1].close()
+
+
+def test_a_run_that_another_process_began_meanwhile_is_not_taken_for_a_new_one(go, finished, monkeypatch, capsys):
+    def begin(*args, start=folder.start_folder):
+        shutil.copytree(finished / "cut", "out/a")
+        return start(*args)
+
+    monkeypatch.setattr(folder, "start_folder", begin)
+    assert go("--out_dir=out/a") == 2
+    assert "another process has begun a run in out/a: the same command again resumes it" in refusal(capsys)
+    assert lines("out/a") == lines(finished / "cut")
 
 
 def test_the_checkpoint_is_chosen_under_the_lock(go, finished, cut, monkeypatch, capsys):
