@@ -25,10 +25,10 @@ from sympow.data.tokenizer import Tokenizer
 EOT = 256
 
 
-def write(folder, train=(5, 4), val=3, length=12, calls=None, fail_at=None):
+def write(folder, train=(5, 4), val=3, length=12, calls=None, fail_at=None, first=0):
     """Write a dataset of different tokens: train shards with these numbers of rows, one val shard. Returns the rows."""
     offsets = np.cumsum([0, *train, val]) * length
-    stream = (np.arange(offsets[-1]) * 7 % 251).astype(np.uint16)
+    stream = ((first + np.arange(offsets[-1])) * 7 % 251).astype(np.uint16)
     counts = [*train, val]
 
     def unit(number):
@@ -90,9 +90,9 @@ def test_a_crash_between_a_shard_and_its_record_mixes_no_datasets(tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "set", fail_at=1)
     with monkeypatch.context() as patch, pytest.raises(OSError):  # another dataset, with a shard of the same size
-        records = iter([write_meta])  # the one after it finds a full disk
-        patch.setattr(shards, "write_meta", lambda *args: next(records, full)(*args))
-        write(tmp_path / "set", train=(5, 1), calls=[])
+        record = lambda path, meta: full() if meta["units"] else write_meta(path, meta)  # no room for that of a shard
+        patch.setattr(shards, "write_meta", record)
+        write(tmp_path / "set", train=(5, 1), first=1)
     write(tmp_path / "set")
     assert np.array_equal(Dataset(tmp_path / "set").read("train", 0, 108), train.ravel())
     verify(Dataset(tmp_path / "set"))
