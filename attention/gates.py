@@ -59,9 +59,11 @@ def alibi_slopes(heads, device=None):
 
 def make_gate(config):
     """Return the gate that config.gate, "learned" or "fixed", asks for."""
-    if config.gate == "fixed":
-        return FixedGate(config.n_kv_head)
-    return LearnedGate(config.n_embd, config.n_kv_head, config.gate_bias)
+    gates = {
+        "learned": lambda: LearnedGate(config.n_embd, config.n_kv_head, config.gate_bias),
+        "fixed": lambda: FixedGate(config.n_kv_head),
+    }
+    return gates[config.gate]()
 
 
 def linear_fp32(x, weight, bias=None):

@@ -376,3 +376,18 @@ def test_an_activation_of_ones_own_is_one_line(monkeypatch):
     monkeypatch.setitem(activation.ACTIVATIONS, "relu2", lambda x: x.relu().square())
     mlp, x = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, activation="relu2")).transformer.h[0].mlp, torch.randn(3, 8)
     assert torch.equal(mlp(x, torch.nn.Identity()), mlp.c_proj(mlp.c_fc(x).relu().square()))
+
+
+@pytest.mark.parametrize(
+    "attention,name,value",
+    [
+        ("softmax", "activation", "relu"), ("sympow", "positions", "alibi"), ("sympow_gating", "gate", "slow"),
+        ("heinsen", "values", "root"), ("heinsen", "residual", "none"), ("adaptive_power", "adaptive", "steps"),
+    ],
+)  # fmt: skip
+def test_a_model_takes_no_name_that_it_does_not_know_for_another(attention, name, value):
+    """As where somebody adds a value to those that GPTConfig allows, and forgets a place that should know it."""
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=64, attention=attention)
+    setattr(config, name, value)
+    with pytest.raises((KeyError, ValueError), match=value):
+        GPT(config)(torch.zeros(1, 4, dtype=torch.int64))
