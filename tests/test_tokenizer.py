@@ -149,6 +149,12 @@ def test_a_panic_in_rust_is_one_line(tmp_path, monkeypatch):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["words", []])
+def test_an_unknown_kind_of_tokenizer_is_refused(tmp_path, kind):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"kind": kind}))
+    refused(tmp_path, "tokenizer.json is damaged")
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, b"\xff", '{"eos_token": 5}', '{"eos_token": {}}'])
 @pytest.mark.parametrize(
     "file,load",
