@@ -161,7 +161,8 @@ def table(title, columns, entries):
 def plot(lines, labels, png):
     """Draw lines {name: (x, y)} through their points, over a logarithm of x; labels: of the axes of x and y."""
     figure, (axis,) = make_figure(1)
-    for name, (x, y) in lines.items():
-        axis.plot(x, y, "o-", label=name)
+    for name, points in lines.items():
+        axis.plot(*points, "o-", label=name)
     axis.set(xlabel=labels[0], ylabel=labels[1], xscale="log")
+    axis.xaxis.set_major_formatter("{x:,.7g}")
     save_figure(figure, png)

@@ -14,18 +14,19 @@ from helpers import run
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = {"README.md": 100, "docs/understand/attention.md": 150}  # the most lines that these files may have
-# the most nodes of syntax, without docstrings, that a file, the files at top level and each room may have
+# the most nodes of syntax, without docstrings, that a file, the files at top level and each room may have: what they
+# have now and, where users add their own, an attention, an activation and a schedule more
 SIZES = {
-    "model.py": 1750, "train.py": 1950, "sample.py": 1100, "top level": 8800, "kernels": 38100, "attention": 23850,
-    "experiments": 7000, "data": 12450, "runs": 12050, "generation": 5500, "bench": 4300, "training": 4150,
-    "sympow": 3200, "layers": 2100, "config": 450,
+    "model.py": 1750, "train.py": 1950, "sample.py": 1100, "top level": 8800, "kernels": 38100, "attention": 24150,
+    "experiments": 7000, "data": 12450, "runs": 12050, "generation": 5500, "bench": 4300, "training": 4200,
+    "sympow": 3200, "layers": 2150, "config": 450,
 }  # fmt: skip
 # (file, whether imports inside functions count): the most files, and nodes in them, that its imports reach
 REACHED = {
-    ("model.py", False): (40, 24250),
-    ("model.py", True): (75, 50750),
-    ("train.py", False): (77, 54000),
-    ("train.py", True): (112, 80500),
+    ("model.py", False): (41, 24600),
+    ("model.py", True): (76, 51100),
+    ("train.py", False): (78, 54400),
+    ("train.py", True): (113, 80900),
 }
 UNCOUNTED = ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop, ast.Module
 MODEL = {"model", "layers", "attention", "kernels"}
@@ -147,13 +148,14 @@ def reached_by(start, inside):
 
 
 def test_what_there_is_to_read_stays_short():
-    """Move what stands alone elsewhere, delete something, or give your copy other numbers."""
+    """Move what stands alone elsewhere, delete something, or give your copy other numbers in SIZES and REACHED."""
     lines = {path: len((ROOT / path).read_text().splitlines()) for path in SHORT}
     sizes = {name: size_of(name) for name in SIZES if name in FILES}
     for name in FILES:
         room = name.partition("/")[0] if "/" in name else "top level"
         sizes[room] = sizes.get(room, 0) + size_of(name)
-    assert not {name: count for name, count in (lines | sizes).items() if count > (SHORT | SIZES)[name]}
+    limits = SHORT | SIZES
+    assert not {name: f"{count} of {limits[name]}" for name, count in (lines | sizes).items() if count > limits[name]}
     for (name, inside), limits in REACHED.items():
         files = reached_by(name, inside)
         counts = len(files), sum(map(size_of, files))
