@@ -155,6 +155,8 @@ def plot_costs(training, generation, png):
     measured = [row for row in training if "failed" not in row]
     steps = [(row["attention"], row["context"], 1e6 / row["tokens_per_second"]) for row in measured]
     texts = [(row["name"], row["context"], row["p50"]) for row in generation if "p50" in row and row["batch"] == 1]
+    from matplotlib.ticker import LogLocator
+
     figure, axes = make_figure(2)
     for axis, ylabel, points, title in zip(
         axes,
@@ -171,6 +173,8 @@ def plot_costs(training, generation, png):
         axis.set(xlabel="context, tokens", ylabel=ylabel, title=title, yscale="log")
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:,.7g}")
+        axis.yaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}")
+        axis.minorticks_off()
     save_figure(figure, png)
     print(f"wrote {png}")
 
