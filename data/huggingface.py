@@ -43,6 +43,8 @@ class HuggingFaceEncoding:
         self.n_vocab = max(ids) + 1
         if len(set(ids)) < len(ids):  # the package may give the end of text an id that is taken, if some are left out
             raise ValueError("an id stands twice")
+        if self.n_vocab > 1 << 31:
+            raise ValueError(f"ids must be below 2^31, got {max(ids)}")
         self.json = self.tokenizer.to_str()
 
     def encode_ordinary_batch(self, texts, num_threads):
