@@ -41,7 +41,7 @@ def progress(folder, step):
         return json.load(f)
 
 
-@pytest.mark.parametrize("extra", [["--rope_base=77"], ["--pack=1", "--attention=sympow_gating"]])
+@pytest.mark.parametrize("extra", [["--rope_base=77"], ["--pack=1", "--attention=sympow_gating,softmax", "--window=8"]])
 def test_stages_are_runs_of_one_context_stitched_together(go, extra):
     assert go("--out_dir=out/stages", "--then=64@0.5,256@5", *extra) == 0
     parts = [(32, 4, 3), (64, 2, 5), (256, 1, 6)]  # context, batch size, last step
