@@ -164,5 +164,4 @@ def plot(lines, labels, png):
     for name, points in lines.items():
         axis.plot(*points, "o-", label=name)
     axis.set(xlabel=labels[0], ylabel=labels[1], xscale="log")
-    axis.xaxis.set_major_formatter("{x:,.7g}")
     save_figure(figure, png)

@@ -88,7 +88,6 @@ def plot_loss_by_position(curves, png):
         ends.append(mean[-1])
     title = "Lines are means over documents, bands are standard errors.\nDashed lines are training contexts."
     axis.set(xlabel="position in the document, tokens", ylabel="loss, nats per token", title=title, xscale="log")
-    axis.xaxis.set_major_formatter("{x:,.7g}")
     leave_out_beginnings(axis, ends)
     save_figure(figure, png)
 
@@ -135,6 +134,9 @@ def save_figure(figure, png):
     import matplotlib
 
     with matplotlib.rc_context(STYLE), whole_file(png) as temporary:
+        for axis in (part for axes in figure.axes for part in (axes.xaxis, axes.yaxis)):
+            if axis.get_scale() == "log":  # its own labels are markup, which STYLE does not read
+                axis.set_major_formatter("{x:,.7g}")
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
         figure.savefig(temporary, dpi=150, format=picture_format(png))
 
