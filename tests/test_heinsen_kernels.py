@@ -12,7 +12,7 @@ from numerics import DEVICE, GPU, gradients, leaves_of
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_heinsen import RANGES, assert_equal_to_specification, inputs, kernels  # noqa: E402, F401 (a fixture)
-from test_kernels import extra_memory  # noqa: E402
+from test_kernels import assert_close, extra_memory  # noqa: E402
 
 from sympow.attention import heinsen_attention  # noqa: E402
 from sympow.kernels.heinsen import operator, passes as heinsen  # noqa: E402
@@ -128,7 +128,8 @@ def test_views_and_gradients_that_are_expanded_or_transposed():
         assert not gradient.is_contiguous()
         views = fused.split(2, 2)
         computed, expected = results(views, gradient), results([x.contiguous() for x in views], gradient.contiguous())
-        assert_equal_rows(slice(None), computed, computed, expected)
+        # other strides are other code on a GPU, whose sums may be in another order
+        assert_close(computed.values(), expected.values(), 1e-5)
 
 
 def test_the_operator_keeps_torchs_rules():
