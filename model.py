@@ -159,11 +159,14 @@ class Block(nn.Module):
             self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
             self.mlp = MLP(config)
 
-    def forward(self, x, shape, resets=None, state=None):
-        """Run on rows x [B T, C], as products have them (torch.compile then fuses more); shape: (B, T)."""
+    def forward(self, x, late, shape, resets=None, state=None):
+        """Run on rows x + late [B T, C] of (B, T) = shape; return two whose sum is the output, and the state."""
+        x = x if late is None else x + late  # here, where a compiled block does it in the pass of its LayerNorm
         y, state = self.attn(x, self.ln_1, shape, resets, state)
-        x = x + y
-        return x if self.attn.replaces_mlp else x + self.mlp(x, self.ln_2), state
+        if not self.attn.replaces_mlp:
+            x = x + y
+            y = self.mlp(x, self.ln_2)
+        return x, y, state
 
 
 class GPT(nn.Module):
@@ -213,8 +216,8 @@ class GPT(nn.Module):
         """
         if targets is None:
             return self.logits(self.hidden(ids)[0]), None
-        x, weight = norm_weight(self.transformer.ln_f, head_weight(self.transformer.wte), self._blocks(ids)[0])
-        return None, self.loss(x, targets, weight, teacher)
+        x, late, _ = self._blocks(ids)
+        return None, self.loss(x, targets, late, teacher)
 
     def step(self, ids, state):
         """Read one token per sequence, ids [B]; return (logits [B, vocab_size] of the next, the state after it)."""
@@ -233,20 +236,21 @@ class GPT(nn.Module):
 
         starts [B, T] bool: tokens before which everything is forgotten, besides the reset tokens.
         """
-        x, state = self._blocks(ids, state, starts)
-        return self.transformer.ln_f(x).unflatten(0, ids.shape), state
+        x, late, state = self._blocks(ids, state, starts)
+        return self.transformer.ln_f(x + late).unflatten(0, ids.shape), state
 
     def _blocks(self, ids, state=None, starts=None):
-        """Return what `hidden` does, but rows [B T, n_embd] before the last LayerNorm."""
+        """Return two that add up to the rows [B T, n_embd] before the last LayerNorm, and the state."""
         x, resets, embedding = self._embed(ids, state, starts)
-        x, layers = F.dropout(x, self.config.dropout, self.training), []
+        x, late, layers = F.dropout(x, self.config.dropout, self.training), None, []
         for i, block in enumerate(self.transformer.h):
             if self.config.activation_checkpointing and torch.is_grad_enabled() and state is None:
-                x, _ = checkpoint(block, x, ids.shape, resets, use_reentrant=False)
+                x = x if late is None else x + late  # one activation is saved, not two
+                x, late, _ = checkpoint(block, x, None, ids.shape, resets, use_reentrant=False)
             else:
-                x, layer = block(x, ids.shape, resets, state and state.layers[i])
+                x, late, layer = block(x, late, ids.shape, resets, state and state.layers[i])
                 layers.append(layer)
-        return x, state and ModelState(layers, state.n_tokens + ids.shape[1], embedding)
+        return x, late, state and ModelState(layers, state.n_tokens + ids.shape[1], embedding)
 
     def _embed(self, ids, state=None, resets=None):
         """Return the first layer's input, the resets, and the state of the position embedding after the ids.
@@ -267,12 +271,11 @@ class GPT(nn.Module):
         """Return [..., vocab_size] for x [..., n_embd]; the vocabulary's padding, which has no text, is cut off."""
         return F.linear(x, head_weight(self.transformer.wte))[..., : self.config.vocab_size]
 
-    def loss(self, x, targets, weight=None, teacher=None):
-        """Return the mean loss in nats for the output of `hidden`, x [B, T, n_embd], and targets [B, T].
-
-        x and weight may be what `norm_weight` returns. training/parallel.py compiles this by itself.
-        """
-        weight = head_weight(self.transformer.wte) if weight is None else weight
+    def loss(self, x, targets, late=None, teacher=None):
+        """Return the mean loss in nats for what `hidden` or, with late, `_blocks` returns, and targets [B, T]."""
+        weight = head_weight(self.transformer.wte)
+        if late is not None:
+            x, weight = norm_weight(self.transformer.ln_f, weight, x + late)
         return head_loss(x.flatten(0, -2), weight, targets, self.config.vocab_size, teacher)
 
     @torch.no_grad()
@@ -290,7 +293,7 @@ class GPT(nn.Module):
             qkv = block.attn.conv(qkv, resets) if block.attn.conv else qkv
             for name, value in attention.statistics(normed, attention.split(qkv)[0]).items():
                 statistics.setdefault(name, [None] * self.config.n_layer)[i] = value
-            x, _ = block(x, ids.shape, resets)
+            x = sum(block(x, None, ids.shape, resets)[:2])
         self.train(training)
         return statistics
 

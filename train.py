@@ -31,7 +31,7 @@ from sympow.runs.program import refuse
 from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, fields_of, read_settings
 from sympow.training.batches import count_epochs, examine, format_losses, mean_losses, micro_batches
 from sympow.training.optimizer import RANGES, describe_jump, learning_rate, make_optimizer, take_step
-from sympow.training.plan import Plan, describe_run, make_networks, make_plan, resume_hint
+from sympow.training.plan import Plan, describe_run, make_network, make_plan, resume_hint
 from sympow.training.stages import enter_stage, refuse_moved_stages, rehearse
 
 
@@ -103,8 +103,7 @@ class Run:
 
     plan: Plan
     model: GPT
-    network: Callable  # the model, compiled, and averaging its gradients over the ranks
-    eval_network: Callable  # the model, compiled
+    network: Callable  # the model, averaging its gradients over the ranks
     optimizer: torch.optim.Optimizer
     progress: checkpoint.Progress  # its seconds are rank 0's as of the last micro-step, the same on all ranks
     writer: checkpoint.Writer
@@ -170,14 +169,14 @@ def set_up(argv, ranks, stack):
     progress.model, context = asdict(plan.model_cfg), plan.held_out.block_size
     if progress.context != context:  # losses so far were at another one
         progress.context, progress.best = context, math.inf
-    network, eval_network = make_networks(plan, model)
+    network = make_network(plan, model)
     if records:
         checkpoint.remove_leftovers(cfg.out_dir, resume, progress.best_step)
     tracker = Tracker(cfg, plan.settings, progress, model) if records else None
     ranks.log(describe_run(plan, model))
     clock, skipped = Clock(progress.seconds, progress.step), SkippedSteps(*progress.skipped)
     signals = StopSignals(cfg.out_dir, resume_hint(cfg))
-    return Run(plan, model, network, eval_network, optimizer, progress, writer, tracker, clock, skipped, signals)
+    return Run(plan, model, network, optimizer, progress, writer, tracker, clock, skipped, signals)
 
 
 def train(run):
@@ -185,7 +184,7 @@ def train(run):
     plan, progress, cfg, ranks = run.plan, run.progress, run.plan.cfg, run.plan.ranks
     run.network.train()
     if len(progress.stages) + 1 < len(plan.stages):
-        rehearse(plan, run.model, run.optimizer, run.eval_network)
+        rehearse(plan, run.model, run.optimizer)
     batches, first_step, first_of_stage = micro_batches(plan, progress), progress.step, True
     loss = grad_norm = batch = None
     run.clock.start_lap(progress.step)
@@ -302,7 +301,7 @@ def log_step(run, display, loss, grad_norm):
 def evaluate(run):
     """Evaluate and log the result; return the validation loss, or None if a signal came meanwhile."""
     plan, progress, step, context = run.plan, run.progress, run.progress.step, run.plan.held_out.block_size
-    if (losses := mean_losses(plan, run.eval_network, partial(agree, run))) is None:
+    if (losses := mean_losses(plan, run.model, partial(agree, run))) is None:
         return None
     plan.ranks.log(f"step {step}: {format_losses(losses)} at context {context:,}")
     model = None if plan.cfg.eval_only else plan.layout.gather(run.model)

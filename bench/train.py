@@ -22,6 +22,7 @@ from sympow.bench.timing import finish, make_parser, print_row, print_titles, re
 from sympow.data import describe_error
 from sympow.model import GPT, GPTConfig
 from sympow.training.optimizer import make_optimizer, take_step
+from sympow.training.parallel import compile_parts
 from sympow.runs.program import run_program
 from sympow.train import TrainConfig
 
@@ -82,9 +83,10 @@ def make_steps(config, T, tokens, device):
     torch.set_float32_matmul_precision("high")  # as train.py
     torch.compiler.reset()
     model = GPT(config).to(device)
-    network = torch.compile(model, dynamic=False, disable=device == "cpu")
+    if device != "cpu":
+        compile_parts(model)
     ids = torch.randint(config.vocab_size, (tokens // T, T + 1), device=device)
-    return partial(take_steps, network, model, make_optimizer(model, TrainConfig()), ids[:, :-1], ids[:, 1:])
+    return partial(take_steps, model, model, make_optimizer(model, TrainConfig()), ids[:, :-1], ids[:, 1:])
 
 
 def measure(settings, T, tokens, args):

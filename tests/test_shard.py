@@ -160,7 +160,7 @@ def compare_with_ddp():
             torch.manual_seed(1)
             models.append(model := layout.make_model(float64_model, config, device))
             optimizers.append(make_optimizer(model, cfg))
-            networks.append(layout.wrap(model, False)[0])
+            networks.append(layout.wrap(model, False))
         assert all(parts.is_sharded(p) for p in models[1].parameters())
         fresh = {name: x.full_tensor() for name, x in models[1].state_dict().items()}
         assert_equal(fresh, models[0].state_dict())  # the same first weights to the last bit

@@ -39,7 +39,7 @@ def micro_batches(plan, progress):
 
 
 @torch.no_grad()
-def mean_losses(plan, network, interrupt):
+def mean_losses(plan, model, interrupt):
     """Return {"val_loss": ..., "val_loss/NAME": ...}, mean losses a token over eval_tokens of each held-out split.
 
     They are at the final context. interrupt: called after each batch; returns the number of a signal that came, or 0.
@@ -47,7 +47,7 @@ def mean_losses(plan, network, interrupt):
     """
     layout, stage = plan.layout, plan.stages[-1]
     sums = torch.zeros(len(plan.held_out.parts), 2, dtype=torch.float64, device=plan.device)
-    network.eval()
+    model.eval()
     for part, sum_of_part in zip(plan.held_out.parts, sums):
         batches = eval_batches(
             part.windows,
@@ -62,12 +62,12 @@ def mean_losses(plan, network, interrupt):
             plan.ranks.beat()
             inputs, targets = inputs.to(plan.device), targets.to(plan.device)
             with plan.autocast:
-                _, loss = network(inputs, targets)
+                _, loss = model(inputs, targets)
             tokens = (targets != -1).sum().double()
             sum_of_part += torch.stack((loss.double() * tokens, tokens))
             if interrupt():
                 return None
-    network.train()
+    model.train()
     return plan.held_out.losses([loss / tokens for loss, tokens in plan.ranks.sum(sums).tolist()])
 
 

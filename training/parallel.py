@@ -4,7 +4,7 @@
     layout.data_rank, layout.data_world                 # by which the loader deals its batches
     layout.connect(device)                              # after ranks.join: the process groups
     model = layout.make_model(GPT, config, device)      # before the optimizer, which must get the sharded weights
-    network, eval_network = layout.wrap(model, compiled)
+    network = layout.wrap(model, compiled)
     plain = layout.gather(model)                        # for what rank 0 alone does with it
 
 The ranks are a grid of two dimensions, (data, context): rank = data_rank * context_size + context_rank. The ranks of
@@ -109,27 +109,16 @@ class Layout:
         self.make_plain = partial(kind, config)
         return model
 
-    def wrap(self, model, compiled, by_block=False):
-        """Return (the network to train, which averages gradients, and the network to evaluate).
-
-        With `by_block`, and for a sharded model, since weights come and go around its blocks, each block is compiled
-        for itself; blocks of the same kind share the code.
-        """
-        network = model
-        if compiled and (by_block or self.sharded):
-            for block in model.transformer.h:
-                block.forward = torch.compile(block.forward, dynamic=False)
-            model.loss = torch.compile(model.loss, dynamic=False)
-        elif compiled:
-            network = torch.compile(model, dynamic=False)
-        if self.sharded:
-            return model, model
-        if not self.ranks.distributed:
-            return network, network
-        averaging = DistributedDataParallel(Averaged([network, model.transformer.h]), gradient_as_bucket_view=True)
+    def wrap(self, model, compiled):
+        """Return the network to train, which averages gradients."""
+        if compiled:
+            compile_parts(model)
+        if self.sharded or not self.ranks.distributed:
+            return model
+        averaging = DistributedDataParallel(Averaged([model, model.transformer.h]), gradient_as_bucket_view=True)
         averaging().backward()
         model.zero_grad()
-        return averaging, network
+        return averaging
 
     def average_next(self, network, last):
         """Say if the next backward pass is the last one of its step, with which copies of a model average gradients."""
@@ -154,6 +143,17 @@ class Layout:
                 if weights:
                     weights[name].copy_(tensor)
         return plain
+
+
+def compile_parts(model):
+    """Compile the parts of a GPT in their places: the embedding, each block, the loss.
+
+    Blocks of the same kind share the code, so that it takes no longer for more layers. Outside, a model computes as
+    before: keys that circulate between ranks, weights that come and go around a block, activations that are computed
+    again.
+    """
+    for owner, name in [(model, "_embed"), (model, "loss"), *((block, "forward") for block in model.transformer.h)]:
+        setattr(owner, name, torch.compile(getattr(owner, name), dynamic=False))
 
 
 class Averaged(torch.nn.ModuleList):

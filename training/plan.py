@@ -95,8 +95,8 @@ def make_plan(cfg, values, ranks):
     )
 
 
-def make_networks(plan, model):
-    """Return (the network to train, which averages gradients, and the network to evaluate) of a model on its ranks.
+def make_network(plan, model):
+    """Return the network to train, which averages gradients, of a model on its ranks.
 
     Checks the kernels, spreads sequences over ranks and compiles, as the settings say.
     """
@@ -105,9 +105,7 @@ def make_networks(plan, model):
     compiled = can_compile(cfg.compile, plan.device, plan.ranks.log)
     layout.balanced = split_context(model, layout, contexts[-1], plan.dtype, compiled)
     plan.teacher.load(plan.device, plan.dtype, plan.ranks, compiled)
-    # a whole model's graph breaks where keys circulate between ranks, and then has no blocks to compute again
-    by_block = layout.balanced and plan.model_cfg.activation_checkpointing
-    return layout.wrap(model, compiled, by_block)
+    return layout.wrap(model, compiled)
 
 
 def resume_hint(cfg):

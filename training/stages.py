@@ -158,7 +158,7 @@ def check_memory(cfg, config, stages, device, world):
     )
 
 
-def rehearse(plan, model, optimizer, network):
+def rehearse(plan, model, optimizer):
     """Take a forward and a backward pass at the final context and drop them, to report too little memory at the start.
 
     Where the first step will make AdamW's moments, memory of their size stands in for them. Raises
@@ -172,8 +172,8 @@ def rehearse(plan, model, optimizer, network):
         moments = [torch.empty_like(x) for x in parameters for _ in range(2)]
         tokens = stage.block_size // plan.layout.context_size
         ids = torch.zeros(stage.batch_size, tokens, dtype=torch.int64, device=plan.device)
-        with plan.autocast:  # if inputs and targets were one tensor, the network would be compiled anew
-            _, loss = network(ids, ids.clone(), **plan.teacher(ids))
+        with plan.autocast:  # if inputs and targets were one tensor, the loss would be compiled anew
+            _, loss = model(ids, ids.clone(), **plan.teacher(ids))
         loss.backward()
         del moments
     except torch.OutOfMemoryError as error:
