@@ -5,6 +5,7 @@ import os
 import numpy as np
 import torch
 
+from sympow.code import MODEL, hash_sources, read_sources
 from ..attention.operator.check import compare_plans, first_line
 from ..attention.operator.dispatch import disable_kernels, warn_once
 from .processes import Failed
@@ -98,6 +99,7 @@ def can_compile(setting, device, log):
     torch._dynamo.config.optimize_ddp = False  # compiled inside DDP: the graph must not be split for its buckets
     # each stage's context, in training and evaluation, for each kind of layer: blocks compiled alone share their code
     torch._dynamo.config.recompile_limit = 64
+    cache_graphs()
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(64, device=device))
         return True
@@ -107,3 +109,17 @@ def can_compile(setting, device, log):
         raise Failed(f"compile=True, but torch.compile does not work here: {reason} (see `make doctor`)")
     log(f"training without torch.compile: {reason} (see `make doctor`)")
     return False
+
+
+def cache_graphs():
+    """Let torch.compile find its graphs of forward and backward passes on disk at the next start of the same code.
+
+    Autograd functions and torch.autocast keep graphs out of that cache unless a program says that it knows the calls.
+    The model's code is a part of the key, because a graph does not say how its operators are differentiated.
+    """
+    import torch._functorch.config as autograd
+    import torch._inductor.config as inductor
+
+    autograd.autograd_cache_allow_custom_autograd_functions = True
+    calls = [f"torch.amp.autocast_mode._{name}_autocast" for name in ("enter", "exit")]
+    inductor.unsafe_marked_cacheable_functions = dict.fromkeys(calls, hash_sources(read_sources(MODEL)))

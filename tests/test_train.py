@@ -317,6 +317,41 @@ def test_a_missing_toolchain_is_one_line_unless_compilation_was_demanded(go, mon
     assert go("--out_dir=out/b", "--compile=auto") == 0  # a CPU does not try
 
 
+@pytest.mark.slow
+def test_a_model_is_compiled_by_its_parts_and_not_again_before_its_code_changes(tmp_path, monkeypatch):
+    """Three layers of one kind are two blocks, since the first one has nothing to add, beside embedding and loss."""
+    import torch._functorch.config as autograd
+    import torch._inductor.config as inductor
+    from torch._dynamo.utils import counters
+
+    from sympow.model import GPT, GPTConfig
+    from sympow.training.parallel import compile_parts
+
+    def compile_model():
+        torch._dynamo.reset()
+        counters.clear()
+        model = GPT(GPTConfig(attention="sympow_gating", n_layer=3, n_head=1, n_embd=16, vocab_size=64))
+        compile_parts(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            _, loss = model(ids, ids.clone())
+        loss.backward()
+        return {name: n for name, n in counters["aot_autograd"].items() if name.startswith("autograd_cache")}
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for config, name in (
+        (autograd, "autograd_cache_allow_custom_autograd_functions"),
+        (inductor, "unsafe_marked_cacheable_functions"),
+    ):
+        monkeypatch.setattr(config, name, getattr(config, name))  # to be set back
+    ids = torch.zeros(1, 16, dtype=torch.int64)
+    new = dict(autograd_cache_miss=4, autograd_cache_saved=4)
+    machine.cache_graphs()
+    assert compile_model() == new and compile_model() == dict(autograd_cache_hit=4)
+    monkeypatch.setattr(machine, "hash_sources", lambda sources: "of other code")
+    machine.cache_graphs()
+    assert compile_model() == new
+
+
 def test_wandb_has_nanogpts_names_and_our_own_step(go, wandb_server):  # noqa: F811
     """The real package with a server on this machine."""
     assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=3", "--wandb_group=g", "--wandb_tags=t, u,") == 0
