@@ -159,9 +159,12 @@ class Block(nn.Module):
             self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
             self.mlp = MLP(config)
 
-    def forward(self, x, late, shape, resets=None, state=None):
-        """Run on rows x + late [B T, C] of (B, T) = shape; return two whose sum is the output, and the state."""
-        x = x if late is None else x + late  # here, where a compiled block does it in the pass of its LayerNorm
+    def forward(self, x, update, shape, resets=None, state=None):
+        """Run on rows x + update [B T, C] of (B, T) = shape; return the next x and update, and the state.
+
+        A block compiled for itself adds what the block before computed last, in the pass of its first LayerNorm.
+        """
+        x = x if update is None else x + update
         y, state = self.attn(x, self.ln_1, shape, resets, state)
         if not self.attn.replaces_mlp:
             x = x + y
@@ -216,8 +219,8 @@ class GPT(nn.Module):
         """
         if targets is None:
             return self.logits(self.hidden(ids)[0]), None
-        x, late, _ = self._blocks(ids)
-        return None, self.loss(x, targets, late, teacher)
+        x, update, _ = self._blocks(ids)
+        return None, self.loss(x, targets, update, teacher)
 
     def step(self, ids, state):
         """Read one token per sequence, ids [B]; return (logits [B, vocab_size] of the next, the state after it)."""
@@ -236,21 +239,21 @@ class GPT(nn.Module):
 
         starts [B, T] bool: tokens before which everything is forgotten, besides the reset tokens.
         """
-        x, late, state = self._blocks(ids, state, starts)
-        return self.transformer.ln_f(x + late).unflatten(0, ids.shape), state
+        x, update, state = self._blocks(ids, state, starts)
+        return self.transformer.ln_f(x + update).unflatten(0, ids.shape), state
 
     def _blocks(self, ids, state=None, starts=None):
-        """Return two that add up to the rows [B T, n_embd] before the last LayerNorm, and the state."""
+        """Return x and update, which add up to the rows [B T, n_embd] before the last LayerNorm, and the state."""
         x, resets, embedding = self._embed(ids, state, starts)
-        x, late, layers = F.dropout(x, self.config.dropout, self.training), None, []
+        x, update, layers = F.dropout(x, self.config.dropout, self.training), None, []
         for i, block in enumerate(self.transformer.h):
             if self.config.activation_checkpointing and torch.is_grad_enabled() and state is None:
-                x = x if late is None else x + late  # one activation is saved, not two
-                x, late, _ = checkpoint(block, x, None, ids.shape, resets, use_reentrant=False)
+                x = x if update is None else x + update  # one activation is saved, not two
+                x, update, _ = checkpoint(block, x, None, ids.shape, resets, use_reentrant=False)
             else:
-                x, late, layer = block(x, late, ids.shape, resets, state and state.layers[i])
+                x, update, layer = block(x, update, ids.shape, resets, state and state.layers[i])
                 layers.append(layer)
-        return x, late, state and ModelState(layers, state.n_tokens + ids.shape[1], embedding)
+        return x, update, state and ModelState(layers, state.n_tokens + ids.shape[1], embedding)
 
     def _embed(self, ids, state=None, resets=None):
         """Return the first layer's input, the resets, and the state of the position embedding after the ids.
@@ -271,11 +274,11 @@ class GPT(nn.Module):
         """Return [..., vocab_size] for x [..., n_embd]; the vocabulary's padding, which has no text, is cut off."""
         return F.linear(x, head_weight(self.transformer.wte))[..., : self.config.vocab_size]
 
-    def loss(self, x, targets, late=None, teacher=None):
-        """Return the mean loss in nats for what `hidden` or, with late, `_blocks` returns, and targets [B, T]."""
+    def loss(self, x, targets, update=None, teacher=None):
+        """Return the mean loss in nats for what `hidden` or, with update, `_blocks` returns, and targets [B, T]."""
         weight = head_weight(self.transformer.wte)
-        if late is not None:
-            x, weight = norm_weight(self.transformer.ln_f, weight, x + late)
+        if update is not None:
+            x, weight = norm_weight(self.transformer.ln_f, weight, x + update)
         return head_loss(x.flatten(0, -2), weight, targets, self.config.vocab_size, teacher)
 
     @torch.no_grad()
