@@ -5,7 +5,8 @@
 
 Its projections are as in all attentions here. It adds what fla.layers.GatedDeltaNet has: short convolutions of
 q, k and v, decay and step size by token, and a normalised, gated output; that is n_embd^2 weights a layer more. The
-state is a D x D matrix a head. Without a GPU fla's recurrence in plain PyTorch takes the place of its kernels.
+state is a D x E matrix a head; E is D, or 2 D in gated_deltanet_wide. Without a GPU fla's recurrence in plain PyTorch
+takes the place of its kernels.
 """
 
 import math
@@ -25,12 +26,13 @@ WIDTH = 4  # tokens of a short convolution
 
 @dataclass
 class DeltaState(State):
-    S: torch.Tensor  # [B, H, D, D] float32
-    inputs: torch.Tensor  # [B, 3, 3 H D] the last of the convolutions
+    S: torch.Tensor  # [B, H, D, E] float32
+    inputs: torch.Tensor  # [B, 3, H (2 D + E)] the last of the convolutions
 
 
 class GatedDeltaNet(Variant):
     rotates = False
+    expand = 1  # E / D
 
     @classmethod
     def check(cls, config):
@@ -38,32 +40,45 @@ class GatedDeltaNet(Variant):
 
     def __init__(self, config):
         super().__init__(config)
-        H, D, C = config.n_head, config.head_dim, config.n_embd
-        self.conv = nn.Parameter(torch.empty(3 * H * D, WIDTH).uniform_(-0.5, 0.5))  # as nn.Conv1d
-        self.W_decay, self.W_beta, self.W_out = (nn.Linear(C, n, bias=False) for n in (H, H, H * D))
+        H, D, C = config.n_head // self.expand, config.head_dim, config.n_embd
+        self.widths = H * D, H * D, H * D * self.expand  # of q, k and v
+        self.conv = nn.Parameter(torch.empty(sum(self.widths), WIDTH).uniform_(-0.5, 0.5))  # as nn.Conv1d
+        self.W_decay, self.W_beta = (nn.Linear(C, H, bias=False) for _ in range(2))
+        self.W_out = nn.Linear(C, H * D, bias=False) if self.expand == 1 else None
         self.log_rate = nn.Parameter(torch.empty(H).uniform_(1e-3, 16).log())
         step = torch.empty(H).uniform_(math.log(1e-3), math.log(0.1)).exp()
         self.step_bias = nn.Parameter(step.expm1().log())  # softplus of it is step
-        self.output_gate = OutputGate(D)
+        self.output_gate = OutputGate(D * self.expand)
 
     def empty_state(self, batch, device, switch_over=None):
-        H, D = self.config.n_head, self.config.head_dim
-        inputs = torch.zeros(batch, WIDTH - 1, 3 * H * D, device=device)
-        return DeltaState(torch.zeros(batch, H, D, D, device=device), inputs)
+        D = self.config.head_dim
+        inputs = torch.zeros(batch, WIDTH - 1, sum(self.widths), device=device)
+        return DeltaState(torch.zeros(batch, len(self.log_rate), D, D * self.expand, device=device), inputs)
 
     def forward(self, x, qkv, resets=None, state=None):
         previous = state or self.empty_state(len(x), x.device)
-        B, T, _, D = qkv.shape
-        inputs = torch.cat((previous.inputs.to(qkv.dtype), qkv.flatten(2)), 1)  # [B, 3 + T, 3 H D]
+        T = qkv.shape[1]
+        qkv, gate = qkv.flatten(2).tensor_split((sum(self.widths),), dim=2)
+        inputs = torch.cat((previous.inputs.to(qkv.dtype), qkv), 1)  # [B, 3 + T, H (2 D + E)]
         mixed = sum(inputs[:, i : i + T] * self.conv[:, i].to(qkv.dtype) for i in range(WIDTH))
-        q, k, v = F.silu(mixed).view(qkv.shape).chunk(3, dim=2)
+        q, k, v = (t.unflatten(-1, (len(self.log_rate), -1)) for t in F.silu(mixed).split(self.widths, dim=2))
         q, k = (F.normalize(t.float(), dim=-1, eps=1e-6).to(v.dtype) for t in (q, k))
         g = -self.log_rate.float().exp() * F.softplus(self.W_decay(x).float() + self.step_bias.float())
         beta = torch.sigmoid(self.W_beta(x).float()).to(v.dtype)
         states = dict(initial_state=state and state.S, output_final_state=state is not None)
         y, S = operator(q.device)(q, k, v, g=g, beta=beta, **states)
-        y = self.output_gate(y, self.W_out(x).view(y.shape)).to(x.dtype)
-        return y, state and DeltaState(S, inputs[:, T:].float())
+        gate = self.W_out(x) if self.W_out else gate
+        y = self.output_gate(y, gate.view(y.shape)).reshape(*x.shape[:2], -1, self.config.head_dim)
+        return y.to(x.dtype), state and DeltaState(S, inputs[:, T:].float())
+
+
+class WideDeltaNet(GatedDeltaNet):
+    """Gated DeltaNet with values twice as wide as keys: two heads of the model are one of its heads.
+
+    What c_attn computes for q, k and v is then q, k, v and the output's gate, of widths 1, 1, 2 and 2.
+    """
+
+    expand = 2
 
 
 def operator(device):

@@ -39,18 +39,13 @@ def plan(size):
 # ---- the report
 
 
-def speed_cell(entry):
-    """Return the tokens a second in training, of the first seed."""
-    return round(max(entry.record["tokens_per_second"].values()))
-
-
 def report(entries, size):
     """Return the table of the parts and, where there are such records, the one of rotated models."""
     rotated = [entry for entry in entries.values() if "positions" not in entry.record["settings"]]
     tried = [entry for entry in entries.values() if entry not in rotated]
     columns = [("val loss", loss_cell)]
     to_p2, _ = difference_columns(entries.get("p=2"), "to p=2", "")
-    blocks = [table("One factor at a time", [*columns, to_p2, ("tokens/s", speed_cell)], tried)]
+    blocks = [table("One factor at a time", [*columns, to_p2], tried)]
     if rotated:
         columns.append(("other texts, in windows", partial(texts_cell, measure="positions")))
         rotated.sort(key=lambda entry: entry.loss)

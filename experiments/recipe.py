@@ -56,7 +56,7 @@ CONTENDERS = {  # name -> settings, the most important first
     "hybrid 3:1": BASE | dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", window=WINDOW),
     **SOFTMAX,
     "gated_deltanet": dict(attention="gated_deltanet"),
-    "gated_deltanet, heads of 128": dict(attention="gated_deltanet", heads=128),
+    "gated_deltanet, heads of 256": dict(attention="gated_deltanet_wide", n_head=2, head_dim=256),
     "p=2, heads of 96": BASE | dict(heads=96),
     "p=4, heads of 32": BASE | dict(p=4, heads=32),
     "conformal p=2": BASE | dict(attention="conformal_sympow", positions="rotary"),

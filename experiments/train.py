@@ -1,4 +1,4 @@
-"""train.py with attentions that only experiments have: forgetting and gated_deltanet.
+"""train.py with attentions that only experiments have: forgetting, gated_deltanet and gated_deltanet_wide.
 
 python -m experiments.train --attention=forgetting --n_layer=6 ...
 """
@@ -8,7 +8,7 @@ import torch
 
 from sympow.attention import ATTENTIONS
 from sympow.experiments.forgetting import Forgetting
-from sympow.experiments.gated_deltanet import GatedDeltaNet
+from sympow.experiments.gated_deltanet import GatedDeltaNet, WideDeltaNet
 from sympow.runs.program import run_program
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -17,7 +17,7 @@ AUTOCAST = torch.autocast("cuda", torch.bfloat16, enabled=DEVICE == "cuda")
 
 def register():
     """Let models have the attentions of the experiments."""
-    ATTENTIONS.update(forgetting=Forgetting, gated_deltanet=GatedDeltaNet)
+    ATTENTIONS.update(forgetting=Forgetting, gated_deltanet=GatedDeltaNet, gated_deltanet_wide=WideDeltaNet)
 
 
 if __name__ == "__main__":
