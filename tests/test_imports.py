@@ -17,8 +17,8 @@ SHORT = {"README.md": 100, "docs/understand/attention.md": 150}  # the most line
 # the most nodes of syntax, without docstrings, that a file, the files at top level and each room may have: what they
 # have now and, where users add their own, an attention, an activation and a schedule more
 SIZES = {
-    "model.py": 1750, "train.py": 1950, "sample.py": 1100, "top level": 8800, "kernels": 38100, "attention": 24150,
-    "experiments": 7000, "data": 12500, "runs": 12050, "generation": 5500, "bench": 4300, "training": 4200,
+    "model.py": 1790, "train.py": 1950, "sample.py": 1100, "top level": 8850, "kernels": 38100, "attention": 24150,
+    "experiments": 7070, "data": 12500, "runs": 12080, "generation": 5500, "bench": 4300, "training": 4200,
     "sympow": 3200, "layers": 2150, "config": 450,
 }  # fmt: skip
 # (file, whether imports inside functions count): the most files, and nodes in them, that its imports reach
