@@ -18,7 +18,7 @@ SHORT = {"README.md": 100, "docs/understand/attention.md": 150}  # the most line
 # have now and, where users add their own, an attention, an activation and a schedule more
 SIZES = {
     "model.py": 1790, "train.py": 1950, "sample.py": 1100, "top level": 8850, "kernels": 38100, "attention": 24150,
-    "experiments": 7070, "data": 12500, "runs": 12080, "generation": 5500, "bench": 4300, "training": 4200,
+    "experiments": 7070, "data": 12500, "runs": 12160, "generation": 5500, "bench": 4300, "training": 4200,
     "sympow": 3200, "layers": 2150, "config": 450,
 }  # fmt: skip
 # (file, whether imports inside functions count): the most files, and nodes in them, that its imports reach
