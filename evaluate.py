@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # which python 
 from sympow.runs import threads  # noqa: F401 (before torch)
 import torch
 
-from sympow.attention.operator.check import first_line
+from sympow.attention.operator.dispatch import first_line
 from sympow.attention.positions import TooLong, check_length, most_tokens
 from sympow.compare import choose_names, plain
 from sympow.data import DataError

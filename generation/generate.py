@@ -13,8 +13,7 @@ import weakref
 
 import torch
 
-from ..attention.operator.check import first_line
-from ..attention.operator.dispatch import warn_once, why_not
+from ..attention.operator.dispatch import first_line, warn_once, why_not
 from ..attention.variant import decoding_kernels
 from .steps import Sampler, Timings, cache_dtype, generate_by_steps, read_prompt
 

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from sympow.code import MODEL, hash_sources, read_sources
-from ..attention.operator.check import compare_plans, first_line
-from ..attention.operator.dispatch import disable_kernels, warn_once
+from ..attention.operator.dispatch import disable_kernels, first_line, warn_once
 from .processes import Failed
 
 # dense bf16 FLOP/s of one GPU, from the vendors' data sheets; the first name that occurs in the device's name counts
@@ -42,10 +41,10 @@ def check_kernels(model, contexts, dtype, ranks, context_parallel=1):
 
     Local rank 0 compiles them; the other ranks of a node wait and read them from Triton's cache.
     """
-    device, D = model.transformer.wte.weight.device, model.config.head_dim
+    device = model.transformer.wte.weight.device
     with ranks.local_rank_0_first():
         plans = [x.plans(n, dtype, device, context_parallel) for x in model.attentions() for n in contexts]
-        reason = compare_plans(sum(plans, []), dtype, device, D)
+        reason = compare_plans(sum(plans, []), dtype, model)
     reason = ranks.first(reason)
     if reason:
         disable_kernels(reason)
@@ -61,9 +60,19 @@ def check_kernels_of_prompts(model):
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else torch.float32
     plans = [attention.prompt_plans(dtype, device) for attention in model.attentions()]
-    if reason := compare_plans(sum(plans, []), dtype, device, model.config.head_dim):
+    if reason := compare_plans(sum(plans, []), dtype, model):
         disable_kernels(reason)
         warn_once(f"attention runs without its Triton kernels, which fail on this machine: {reason}")
+
+
+def compare_plans(plans, dtype, model):
+    """Return "" if the kernels of a model's Plans agree with float64, else one line that says what is wrong."""
+    device = model.transformer.wte.weight.device
+    if device.type != "cuda":
+        return ""
+    from ..attention.operator import check  # with the specifications of all operators: where there are kernels
+
+    return check.compare_plans(plans, dtype, device, model.config.head_dim)
 
 
 def choose_numerics(cfg, device, dtype):

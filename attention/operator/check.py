@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from .. import heinsen_naive, naive, rotary
 from . import backend
-from .dispatch import Size, why_not
+from .dispatch import Size, first_line, why_not
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOLERANCE = {BF16: (4e-3, 8e-3), FP32: (1e-5, 1e-4)}  # of y, of gradients
@@ -395,8 +395,3 @@ def write_packaged():
     keys = {key for key in _read(PACKAGED) if backend.source_hash() in key}
     keys |= {_key(device, describe(size)) for size in COMMON_SIZES if supported(size) and not compare([size])}
     _write(PACKAGED, sorted(keys))
-
-
-def first_line(error):
-    """Return the first line of an exception's message, or its type if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

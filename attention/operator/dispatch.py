@@ -155,6 +155,11 @@ def disable_kernels(reason):
     _disabled = reason
 
 
+def first_line(error):
+    """Return the first line of an exception's message, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def warn_once(message):
     """Warn of the same message once in this process, in one line: without a line of source."""
     if message not in _warned:
