@@ -19,7 +19,8 @@ from . import DataError
 from .meta import hash_json
 from .shards import Unit, is_complete, write_dataset
 from .split import Stream
-from .tokenizer import named_tokenizer, split_long_text, train_tokenizer, trained_size
+from .tokenizer import split_long_text
+from .vocabulary import named_tokenizer, train_tokenizer, trained_size
 
 UNIT = 32 << 20  # bytes of source per shard: as much is held in memory, and as much work is lost by a kill
 SMALLEST = 2048  # bytes of text that a dataset needs at least

@@ -20,7 +20,7 @@ from .corpus import cut_rows
 from .meta import hash_json
 from .shards import Unit, begun_arguments, is_complete, write_dataset
 from .split import join_documents
-from .tokenizer import named_tokenizer
+from .vocabulary import named_tokenizer
 
 DOCUMENTS = 8192  # per shard: about 40 MB of text from the web
 BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}  # of `datasets`, by suffix

@@ -1,11 +1,10 @@
-"""Use a tokenizer.json of Hugging Face's `tokenizers`, and train a byte-level BPE with that package.
+"""Read and write a tokenizer.json of Hugging Face's `tokenizers`.
 
 encoding = read_huggingface("llama/tokenizer.json")         # to give to data.tokenizer.Tokenizer("huggingface", ...)
-ranks = train_byte_pairs(texts, 8191)                       # {bytes: id}, the vocabulary of a tiktoken.Encoding
+text, end_name = tokenizers_json(tokenizer)                 # of a data.tokenizer.Tokenizer
 """
 
 import os
-import re
 from contextlib import contextmanager
 
 from . import DataError, describe_error, need
@@ -13,7 +12,6 @@ from .files import read_json
 
 # How an end of text is called where no tokenizer_config.json beside tokenizer.json says so; the first that is there.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-LONG_WORD = re.compile(r"\w{1000}|\s{1000}|[^\w\s]{1000}")
 SAMPLE = "def f(x):\n    return 'caf\u00e9 \u4e16' + str(12345)  # it's 3.14 \t\r\n"  # every kind of word of GPT-2
 
 
@@ -90,38 +88,7 @@ def one_line(name, problem="is damaged or no tokenizer"):
         raise DataError(f"{name} {problem} ({describe_error(error)})") from error
 
 
-def train_byte_pairs(texts, size):
-    """Return {bytes: id} of a byte-level BPE with at most `size` ids, trained on an iterable of str.
-
-    Ids below 256 are the single bytes; the others are in the order of their merges, as tiktoken needs it. Words are
-    split as GPT-2 splits them. The same texts in the same order give the same ids.
-    """
-    tokenizers = need("tokenizers")
-    need("tokenizers.trainers")
-    level = tokenizers.pre_tokenizers.ByteLevel
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = level(add_prefix_space=False, use_regex=True)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size, min_frequency=2, initial_alphabet=sorted(level.alphabet()), show_progress=False
-    )
-    with one_line("the text for the tokenizer"):
-        tokenizer.train_from_iterator((piece for text in texts for piece in _cut_long_words(text)), trainer)
-    byte_of_character = {character: byte for byte, character in _characters_of_bytes().items()}
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return {bytes(byte_of_character[c] for c in token): number for token, number in vocabulary}
-
-
-def _cut_long_words(text):
-    """Yield a text in pieces without a word above 1,000 characters, such as encoded data or many spaces: training takes
-    the square of a word's length, half an hour for a million characters."""
-    start = 0
-    for match in LONG_WORD.finditer(text):
-        yield text[start : match.end()]
-        start = match.end()
-    yield text[start:]
-
-
-def _characters_of_bytes():
+def characters_of_bytes():
     """Return {byte: character} of GPT-2's writing of bytes: printable ones as they are, others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     shifted = [byte for byte in range(256) if byte not in printable]
@@ -140,7 +107,7 @@ def tokenizers_json(tokenizer):
         raise DataError("a tokenizer without a vocabulary cannot be written: prepare the data with GPT-2's vocabulary")
     if tokenizer.kind == "huggingface":
         return tokenizer.encoding.json, tokenizer.encoding.end_name
-    characters = _characters_of_bytes()
+    characters = characters_of_bytes()
 
     def write(token):
         return "".join(characters[byte] for byte in token)

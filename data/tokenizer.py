@@ -10,7 +10,7 @@
     print(decoder.flush())
 
 There are four kinds. "bytes" has 256 byte values and an end of text (vocab_size 257). "bpe" is a tiktoken encoding
-that is rebuilt from a saved vocabulary: GPT-2's, or one that was trained on the text itself (train_tokenizer).
+that is rebuilt from a saved vocabulary: GPT-2's, or one that was trained on the text itself (vocabulary.py).
 "huggingface" is a tokenizer.json of the package tokenizers. "ids", without a vocabulary, belongs to data that came as
 tokens: it writes ids in the place of text and encodes none. A tokenizer with json_escaped set belongs to text that was
 escaped with json.dumps(text)[1:-1] before it was tokenized (longcrawl64): encoding escapes and decoding unescapes.
@@ -28,17 +28,13 @@ import numpy as np
 
 from . import DataError, batches, need
 from .files import read_json, write_atomically
-from .huggingface import HuggingFaceEncoding, one_line, read_huggingface, train_byte_pairs
-from .progress import waiting
+from .huggingface import HuggingFaceEncoding, one_line
 
 END_OF_TEXT = "<|endoftext|>"
 WITHOUT_VOCABULARY = ("bytes", "ids")
 VOCABULARY_FILES = {"bpe": "vocab.tiktoken", "huggingface": "vocab.json"}
 FILES = ("tokenizer.json", *VOCABULARY_FILES.values())  # all that a tokenizer may save
-# GPT-2's words, in the form in which tiktoken is fastest
-WORDS = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 NO_VOCABULARY = "the data came without GPT-2's vocabulary, so prepare them again where it can be downloaded"
-LARGEST = 1 << 20  # ids in a vocabulary that is trained
 PIECE = 1 << 16  # characters of a long text that are tokenized in one piece, on one core
 LONGEST = 1 << 17  # characters of a piece where no word ends
 AT_ONCE = 1 << 22  # characters tokenized before their ids become arrays; as Python integers these take 40 bytes each
@@ -182,66 +178,6 @@ def load_tokenizer(folder):
 def _checksum(description, vocabulary):
     """Return the sha256 of a vocabulary and of the values in its tokenizer.json."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode() + vocabulary).hexdigest()
-
-
-def gpt2_tokenizer(json_escaped=False):
-    """Return tiktoken's GPT-2 (vocab_size 50257). Downloads 1.5 MB unless tiktoken has the vocabulary in its cache."""
-    tiktoken = need("tiktoken")
-    try:
-        encoding = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken passes on whatever the network layer raises
-        raise DataError(
-            "cannot download GPT-2's vocab.bpe and encoder.json from openaipublic.blob.core.windows.net "
-            f"({type(error).__name__}): go online, or set TIKTOKEN_CACHE_DIR to the cache of a machine that has them"
-        ) from error
-    return Tokenizer("bpe", encoding, json_escaped)
-
-
-@waiting("training the tokenizer")
-def train_tokenizer(texts, vocab_size):
-    """Return a Tokenizer of kind "bpe" with at most vocab_size ids. The last one is the end of text.
-
-    texts: an iterable of str. Any text is encoded without loss, because all 256 bytes are in the vocabulary. Text with
-    few different words gives fewer ids.
-    """
-    tiktoken = need("tiktoken")
-    ranks = train_byte_pairs(texts, vocab_size - 1)
-    special = {END_OF_TEXT: len(ranks)}
-    name = f"bpe:{vocab_size}"
-    return Tokenizer("bpe", tiktoken.Encoding(name, pat_str=WORDS, mergeable_ranks=ranks, special_tokens=special))
-
-
-def named_tokenizer(name):
-    """Return the Tokenizer that --tokenizer=name asks for: bytes, gpt2, or the path of a tokenizer.json or of the
-    folder that it is in, which may be a dataset or a run.
-
-    Returns None for bpe:SIZE, which is trained on the text. Raises DataError for other names.
-    """
-    if name == "bytes":
-        return Tokenizer("bytes")
-    if name == "gpt2":
-        return gpt2_tokenizer()
-    if name.startswith("bpe:"):
-        trained_size(name)
-        return None
-    path = os.path.join(name, "tokenizer.json") if os.path.isdir(name) else name
-    if not path.endswith(".json"):
-        raise DataError(f"--tokenizer must be bytes, gpt2, bpe:SIZE or the path of a tokenizer.json, got {name!r}")
-    if not os.path.exists(path):
-        raise DataError(f"--tokenizer={path} does not exist")
-    if {"kind", "json_escaped"} <= read_json(path).keys():  # ours, and not Hugging Face's
-        return load_tokenizer(os.path.dirname(path))
-    return Tokenizer("huggingface", read_huggingface(path))
-
-
-def trained_size(name):
-    """Return SIZE of bpe:SIZE. Raises DataError if it is no size of a vocabulary."""
-    size = name.removeprefix("bpe:")
-    if not (size.isascii() and size.isdigit() and len(size) < 9 and 257 <= int(size) <= LARGEST):
-        raise DataError(
-            f"--tokenizer=bpe:SIZE needs 257 (256 bytes and the end of text) to {LARGEST} ids, got {name!r}"
-        )
-    return int(size)
 
 
 class IdsEncoding:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ..data import DataError
-from ..data.command import open_streams
+from ..data.terminal import open_streams
 from .checkpoint import NotWritten, newest
 from .program import process_name, refuse
 from .settings import from_launcher

@@ -13,7 +13,7 @@ import socket
 import sys
 from contextlib import suppress
 
-from ..data.command import PathParser, drop_output, open_streams
+from ..data.terminal import PathParser, drop_output, open_streams
 
 
 def refuse(message, every_rank=False):

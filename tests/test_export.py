@@ -16,7 +16,8 @@ from sympow import export
 from sympow.attention import ATTENTIONS
 from sympow.data import DataError
 from sympow.data.huggingface import tokenizers_json
-from sympow.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
+from sympow.data.tokenizer import END_OF_TEXT, Tokenizer
+from sympow.data.vocabulary import train_tokenizer
 from sympow.generation.generate import generate
 from sympow.model import GPTConfig
 
@@ -107,7 +108,7 @@ def test_tokenizers_encode_as_ours(tmp_path):
     trained = train_tokenizer([Path(export.__file__).read_text(), TEXT], 400)
     huggingface = tokenizers_json(trained)[0]
     (tmp_path / "tokenizer.json").write_text(huggingface)
-    from sympow.data.tokenizer import named_tokenizer
+    from sympow.data.vocabulary import named_tokenizer
 
     for tokenizer in (Tokenizer("bytes"), trained, named_tokenizer(str(tmp_path))):
         text, end = tokenizers_json(tokenizer)

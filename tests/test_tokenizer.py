@@ -17,14 +17,8 @@ from sympow.data import DataError
 from sympow.data.dataset import Dataset
 from sympow.data.huggingface import HuggingFaceEncoding
 from sympow.data.mixture import open_dataset
-from sympow.data.tokenizer import (
-    Tokenizer,
-    gpt2_tokenizer,
-    load_tokenizer,
-    named_tokenizer,
-    split_long_text,
-    train_tokenizer,
-)
+from sympow.data.tokenizer import Tokenizer, load_tokenizer, split_long_text
+from sympow.data.vocabulary import gpt2_tokenizer, named_tokenizer, train_tokenizer
 
 
 TEXTS = [

@@ -24,7 +24,8 @@ if __name__ == "__main__":
 from sympow.data import DataError
 from sympow.data.command import Parser, run
 from sympow.data.shards import Unit, begun_arguments, is_complete, write_dataset
-from sympow.data.tokenizer import IdsEncoding, Tokenizer, gpt2_tokenizer
+from sympow.data.tokenizer import IdsEncoding, Tokenizer
+from sympow.data.vocabulary import gpt2_tokenizer
 from sympow.data.zarr_rows import Zarr, missing_message
 
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"

@@ -44,7 +44,7 @@ from sympow.data.corpus import (
 from sympow.data.near_duplicates import repeated_shares
 from sympow.data.shards import Unit, is_complete, write_dataset
 from sympow.data.split import join_documents, open_file
-from sympow.data.tokenizer import named_tokenizer, train_tokenizer, trained_size
+from sympow.data.vocabulary import named_tokenizer, train_tokenizer, trained_size
 
 LARGE = 65536  # bytes of a file that is a table or an amalgamation
 ENOUGH = 2_000_000  # tokens of validation, where the corpus has ten times as many

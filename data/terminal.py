@@ -1,0 +1,32 @@
+"""Read the words of a command line, and write to an output that may be gone: as every program here."""
+
+import argparse
+import os
+import re
+import sys
+
+
+class PathParser(argparse.ArgumentParser):
+    """An ArgumentParser that takes ~ at the start of a path for the home folder; a shell does not in --out=~/x.
+
+    Paths with commas between are taken apart. A prompt is no path.
+    """
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = sys.argv[1:] if args is None else args
+        home = os.path.expanduser("~")
+        words = [word if word.startswith("--prompt") else re.sub("(?<=[=,])~(?=/)", home, word) for word in words]
+        return super().parse_known_args(words, namespace)
+
+
+def open_streams():
+    """Send stdout and stderr nowhere if they are closed (`>&-`), where Python has None in their place, and let stdout
+    write "?" for letters that it cannot, such as half a surrogate pair."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def drop_output():
+    """Send the rest of stdout nowhere, so that Python's own flush at the end cannot fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
