@@ -6,7 +6,7 @@
 The graph holds the whole token, from its row of the embedding to the next one's id. The host launches it and reads ids
 that are a token or two old, so that GPU and host do not wait for each other. A flush is launched between two tokens.
 
-This repeats the forward pass of model.py, and never runs it: `difference` compares the two on the model's own weights.
+This repeats the forward pass of model.py, and never runs it: `why_not` compares the two on the model's own weights.
 Layers of different attentions stand side by side; layers.py has one class for each kind of them.
 """
 
@@ -30,12 +30,12 @@ from ..kernels.decode.linear import Linear, Norm, embed, linear
 from ..kernels.decode.output_gate import OutputGate, gate_output
 from ..kernels.decode.qkv import Gates
 from ..model import GPT
-
 from .layers import EMBEDDINGS, LAYERS, Buffers, Weights, float32
+from .steps import Sampler
 
 # of logits in `compare`, by the dtype of weights and of states; measured are 7e-3, 6e-6 and (p = 6) 3e-2
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
-# of logits in `check_difference`, where the model is as exact as the decoder: a changed model is off by 10% and more.
+# of logits in `Decoder.why_not`, where the model is as exact as the decoder: a changed model is off by 10% and more.
 # Rounding to bfloat16 is 8e-3 to 1.4e-2 in 12 layers, and grows with their number; float32 has products in tf32.
 MODEL_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 5e-3}
 STATE_TOLERANCE = {torch.bfloat16: 1e-1, torch.float32: 0.0}
@@ -225,8 +225,8 @@ class Decoder:
     # ---- the comparison with the model
 
     @torch.no_grad()
-    def difference(self, model, logits, state, tokens=3):
-        """Return the largest relative difference of the logits from those that model.step computes, for some tokens.
+    def why_not(self, model, logits, state, tokens=3):
+        """Return "" if the decoder computes this model, else by how much the logits differ from model.step's.
 
         logits and state are the model's after the prompt; the decoder was made from this state, and resumes from it as
         if nothing had happened. The tokens are the likeliest ones after the prompt, fewer if the decoder is made for
@@ -237,27 +237,33 @@ class Decoder:
         text = torch.randint(self.config.vocab_size, (len(logits), 4), generator=torch.Generator().manual_seed(0))
         with self._restored():
             try:
-                differences = self._compare(model, logits, state, min(tokens, self.tokens_left - 1, room))
+                count = min(tokens, self.tokens_left - 1, room)
+                errors = self.errors(model, logits, state, count, self._token)
             except torch.OutOfMemoryError:  # model.step copies the KV cache
-                differences = []
+                errors = []
             if most_tokens(self.config) >= 4 + tokens:
                 logits, state = model.read(text.to(device), model.empty_state(len(logits), "never"))
                 short.load(state, tokens)
-                differences += short._compare(model, logits, state, tokens)
-        return torch.stack(differences).max().item()
+                errors += short.errors(model, logits, state, tokens, short._token)
+        error = torch.stack(errors).max().item()
+        tolerance = max(MODEL_TOLERANCE[self.buffers.dtype], STATE_TOLERANCE[self.buffers.state_dtype])
+        return "" if error <= tolerance else f"logits differ by {error:.1%}"  # NaN does
 
-    def _compare(self, model, logits, state, tokens):
-        """Return the relative differences of the logits for the likeliest tokens after `state`, [1] each."""
-        differences = []
+    def errors(self, model, logits, state, tokens, read):
+        """Return the relative errors of the logits for the likeliest tokens after `state`, [1] each.
+
+        read: a method that reads the tokens `ids`, `step` or, without flushes, `_token`.
+        """
+        errors = []
         for _ in range(tokens):
             ids = logits.argmax(-1)
             logits, state = model.step(ids, state)
             with device_guard(self.device):
                 self.ids.copy_(ids.repeat_interleave(self.num_samples))
-                self._token()
+                read()
             expected = logits.repeat_interleave(self.num_samples, 0).float()
-            differences.append((self.logits - expected).norm() / expected.norm())
-        return differences
+            errors.append((self.logits - expected).norm() / expected.norm())
+        return errors
 
 
 def _norm(layer):
@@ -274,13 +280,6 @@ def _when_copied(ids, event):
     if event:
         event.synchronize()
     return ids
-
-
-def check_difference(decoder, model, logits, state):
-    """Return "" if the decoder computes this model, else how much the logits differ; see `Decoder.difference`."""
-    buffers, difference = decoder.buffers, decoder.difference(model, logits, state)
-    tolerance = max(MODEL_TOLERANCE[buffers.dtype], STATE_TOLERANCE[buffers.state_dtype])
-    return "" if difference <= tolerance else f"logits differ by {difference:.1%}"  # NaN does
 
 
 def compare(model, dtype, state_dtype):
@@ -337,25 +336,7 @@ def measure_errors(config, variant, dtype, state_dtype, device="cuda"):
             p.normal_(std=p.shape[-1] ** -0.5 if p.dim() > 1 else 1)  # so that each product and each vector counts
             p.copy_(p.to(dtype))
         ids = torch.randint(config.vocab_size, (2, 4), device=device)
-    model, reference, errors = model.to(dtype), copy.deepcopy(model).double(), []
+    model, reference = model.to(dtype), copy.deepcopy(model).double()
     logits, state = reference.read(ids, reference.empty_state(2, 6))
-    decoder = Decoder(model, state, Greedy(device), 8, state_dtype=state_dtype)
-    decoder.ids.copy_(logits.argmax(-1))
-    for _ in range(5):
-        expected, state = reference.step(decoder.ids.clone(), state)
-        decoder.step()
-        errors.append(((decoder.logits - expected).norm() / expected.norm()).item())
-    return errors
-
-
-class Greedy:
-    """Takes the likeliest token: the sampler of `measure_errors`."""
-
-    def __init__(self, device):
-        self.index = torch.zeros(1, device=device)
-
-    def prepare(self):
-        pass
-
-    def __call__(self, logits, ids):
-        ids.copy_(logits.argmax(-1))
+    decoder = Decoder(model, state, Sampler(device, 2, temperature=0), 8, state_dtype=state_dtype)
+    return [error.item() for error in decoder.errors(reference, logits, state, 5, decoder.step)]

@@ -93,12 +93,12 @@ def _decode(model, logits, state, sampler, max_new_tokens, state_dtype, timings)
 
 def _make_decoder(model, logits, state, sampler, max_new_tokens, state_dtype):
     """Return a Decoder that resumes from `state`, or None, with a warning, if its logits differ from GPT.step's."""
-    from .decoder import Decoder, check_difference  # Triton is not everywhere
+    from .decoder import Decoder  # Triton is not everywhere
 
     try:
         samples = len(sampler.generators)
         decoder = Decoder(model, state, sampler, max_new_tokens, cache_dtype(model), samples, state_dtype)
-        problem = check_difference(decoder, model, logits, state) if max_new_tokens > 1 else ""
+        problem = decoder.why_not(model, logits, state) if max_new_tokens > 1 else ""
     except (AttributeError, ValueError) as error:  # it has other blocks than model.py
         problem = first_line(error)
     if not problem:

@@ -17,6 +17,7 @@ from targets import TARGETS  # noqa: E402
 from test_kernels import GPU, inputs  # noqa: E402
 
 from sympow.generation import decoder as decoding  # noqa: E402
+from sympow.generation.steps import Sampler  # noqa: E402
 from sympow.kernels.chunked import passes as chunked, prepare, update_state  # noqa: E402
 from sympow.kernels import configs  # noqa: E402
 from sympow.kernels.quadratic import passes as quadratic  # noqa: E402
@@ -164,7 +165,7 @@ def test_the_decoder_works_on_its_models_gpu(monkeypatch):
 
     monkeypatch.setattr(decoding, "device_guard", guard)
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, vocab_size=40, attention="sympow", p=2))
-    decoder = decoding.Decoder(model, model.empty_state(1, 2), decoding.Greedy("cpu"), 6)
+    decoder = decoding.Decoder(model, model.empty_state(1, 2), Sampler(torch.device("cpu"), temperature=0), 6)
     launched = []
     flush = decoder.layers[0].flush
     monkeypatch.setattr(decoder, "_token", lambda *_: launched.append(("_token", *inside)))
