@@ -312,18 +312,9 @@ def model_hash():
     return hash_json(record_code(("model.py", "layers/", "attention/", "generation/"))["files"])[:16]
 
 
-def find_wrong_token(config, variant, dtype, state_dtype, device="cuda"):
-    """Return "" if `measure_errors` are within the tolerance, else one line that says what is wrong."""
-    tolerance = max(TOLERANCE[dtype], STATE_TOLERANCE[state_dtype])
-    for token, error in enumerate(measure_errors(config, variant, dtype, state_dtype, device)):
-        if not error <= tolerance:  # NaN is not
-            return f"wrong results, the logits of token {token} have an error of {error:.1e}"
-    return ""
-
-
 @torch.no_grad()
-def measure_errors(config, variant, dtype, state_dtype, device="cuda"):
-    """Return the relative errors of the logits of five tokens, before and after a flush.
+def find_wrong_token(config, variant, dtype, state_dtype, device="cuda"):
+    """Return "" if five tokens, before and after a flush, have the right logits, else one line that says which has not.
 
     config: a GPTConfig; variant: the class of its layers' attention, a Variant.
     """
@@ -339,4 +330,8 @@ def measure_errors(config, variant, dtype, state_dtype, device="cuda"):
     model, reference = model.to(dtype), copy.deepcopy(model).double()
     logits, state = reference.read(ids, reference.empty_state(2, 6))
     decoder = Decoder(model, state, Sampler(device, 2, temperature=0), 8, state_dtype=state_dtype)
-    return [error.item() for error in decoder.errors(reference, logits, state, 5, decoder.step)]
+    tolerance = max(TOLERANCE[dtype], STATE_TOLERANCE[state_dtype])
+    for token, error in enumerate(decoder.errors(reference, logits, state, 5, decoder.step)):
+        if not error <= tolerance:  # NaN is not
+            return f"wrong results, the logits of token {token} have an error of {error.item():.1e}"
+    return ""

@@ -21,6 +21,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ..data import batches
 from ..runs.parts import is_sharded, own_rows
 
 # torch.optim.Muon's defaults
@@ -30,7 +31,7 @@ NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_DTYPE = torch.bfloat16
 SMALLEST_NORM = 1e-7
 
-MUON_BATCH = 2**26  # entries of the weights that Muon works on together: 18 bytes for each while a step is taken
+MUON_BATCH = 2**26  # entries of weights, from which on Muon works on them: 18 bytes for each while a step is taken
 
 
 def make_optimizer(model, cfg):
@@ -64,7 +65,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(self, model, cfg):
         self.matrix_rows = muon_weights(model)
-        self.batches = split_weights(self.matrix_rows)
+        self.batches = [*batches(self.matrix_rows, MUON_BATCH, torch.numel)]
         self.adamw = make_adamw(model, cfg, self.matrix_rows)
         group = {"params": [*self.matrix_rows], "lr": cfg.learning_rate, "weight_decay": cfg.weight_decay}
         super().__init__([*self.adamw.param_groups, group], {})
@@ -129,18 +130,6 @@ def muon_weights(model):
             if isinstance(layer, nn.Linear) and layer not in own_modules:
                 rows[layer.weight] = [layer.out_features]
     return rows
-
-
-def split_weights(weights):
-    """Return lists of weights that follow each other, of at most MUON_BATCH entries together, or of one weight."""
-    batches, entries = [[]], 0
-    for weight in weights:
-        entries += weight.numel()
-        if batches[-1] and entries > MUON_BATCH:
-            batches.append([])
-            entries = weight.numel()
-        batches[-1].append(weight)
-    return batches
 
 
 def orthogonalize(x):
