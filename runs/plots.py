@@ -16,20 +16,8 @@ import numpy as np
 from ..data.files import whole_file
 from .program import check_output, refuse
 
-STYLE = {  # settings of matplotlib
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "grid.color": "#E6E6E6",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "text.parse_math": False,
-}
-# Okabe and Ito's palette, which colour-blind readers can tell apart, strongest first.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D"]
+# what differs from matplotlib's own settings: colours that colour-blind readers can tell apart, and names with a $
+STYLE = ["tableau-colorblind10", {"axes.grid": True, "text.parse_math": False}]
 
 
 def plot_loss_curves(runs, png):
@@ -113,11 +101,10 @@ def mean_and_standard_error(losses):
 
 def make_figure(panels):
     """Return (a figure, the axes of its panels) in this file's style."""
-    import matplotlib
-    from cycler import cycler
+    import matplotlib.style
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE | {"axes.prop_cycle": cycler(color=COLOURS)}):
+    with matplotlib.style.context(STYLE):
         figure = Figure((7 * panels, 5), layout="constrained")
         return figure, figure.subplots(1, panels, squeeze=False).flatten()
 
@@ -131,9 +118,9 @@ def leave_out_beginnings(axis, ends):
 
 def save_figure(figure, png):
     """Write a figure, with a legend below it, to a file, whole or not at all. Makes the file's folder if need be."""
-    import matplotlib
+    import matplotlib.style
 
-    with matplotlib.rc_context(STYLE), whole_file(png) as temporary:
+    with matplotlib.style.context(STYLE), whole_file(png) as temporary:
         for axis in (part for axes in figure.axes for part in (axes.xaxis, axes.yaxis)):
             if axis.get_scale() == "log":  # its own labels are markup, which STYLE does not read
                 axis.set_major_formatter("{x:,.7g}")
