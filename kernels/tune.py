@@ -160,21 +160,11 @@ def milliseconds(function):
     return start.elapsed_time(end)
 
 
-def needed(entries):
-    """Return the entries {name: sizes} of one GPU without those that choose what others give anyway."""
-    choices = lambda entries: [configs.entry(entries, *case) for case in all_cases()]
-    for name in sorted(entries, reverse=True):
-        remaining = {key: sizes for key, sizes in entries.items() if key != name}
-        if choices(remaining) == choices(entries):
-            entries = remaining
-    return entries
-
-
 def write_table(path, device, entries):
-    """Write the entries of one device into the table, as far as `needed` beside its other entries, which stay."""
+    """Write the entries of one device into the table; its other entries stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = json.loads(path.read_text()) if path.exists() else {}
-    table[device] = needed(table.get(device, {}) | {name: list(sizes) for name, sizes in entries.items()})
+    table[device] = table.get(device, {}) | {name: list(sizes) for name, sizes in entries.items()}
     text = json.dumps(table, indent=1, sort_keys=True)
     text = re.sub(r"\[[^]]*\]", lambda match: json.dumps(json.loads(match[0])), text)  # sizes on one line
     temporary = path.with_name(path.name + ".tmp")
