@@ -134,17 +134,12 @@ def examine():
 
 def main():
     parser = argparse.ArgumentParser(prog="doctor.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write_checked", action="store_true", help="note in the package what passes on this GPU")
-    args, unknown = parser.parse_known_args()
+    _, unknown = parser.parse_known_args()
     if unknown:
         parser.exit(2, f"doctor.py: unrecognized arguments: {' '.join(unknown)}\n")
     problems, lines = examine()
     lines = [f"WRONG: {line}" for line in problems] or [*lines, "all well"]
     print("\nverdict", *lines, sep="\n  ")
-    if args.write_checked and not problems:
-        from sympow.attention.operator.check import write_packaged
-
-        write_packaged()
     return bool(problems)
 
 

@@ -48,7 +48,6 @@ def machine(monkeypatch, tmp_path):
     """Stand for a GPU that remembers in tmp_path what passed; return the file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     forget(monkeypatch)
-    monkeypatch.setattr(check, "PACKAGED", tmp_path / "packaged.json")
     monkeypatch.setattr(check.backend, "precompile", lambda launch: None)
     monkeypatch.setattr(check.backend, "table_name", lambda device: "GPU")
     for name, value in dict(current_device=0, set_device=None).items():
@@ -91,7 +90,9 @@ def test_a_check_runs_once_for_a_machine_and_its_failures_again_in_the_next_proc
     assert len(calls) == 2 and threading.main_thread() not in calls  # the caller's modes do not count there
     assert ["a" in key.split(", ")[-1] for key in json.loads(machine.read_text())] == [True]
     forget(monkeypatch)
-    assert check.remember("a", find("")) == "" and check.remember("b", find("")) == ""
+    launched = []
+    monkeypatch.setattr(check.backend, "precompile", launched.append)
+    assert check.remember("a", find(""), launch="a") == "" and check.remember("b", find("")) == "" and launched == ["a"]
     assert len(calls) == 3 and len(json.loads(machine.read_text())) == 2
     machine.write_text("[" * 100_000)
     forget(monkeypatch)
@@ -118,21 +119,6 @@ def test_wrong_results_are_what_is_wrong(machine, monkeypatch):
     forget(monkeypatch)
     monkeypatch.setattr(check, "errors", lambda *size: {"y": 1e-6, "dq": 1e-5})
     assert check.compare([size]) == ""
-
-
-def test_what_the_package_notes_is_compiled_and_not_compared(machine, monkeypatch):
-    sizes, done = [check.Size("cross_entropy", torch.bfloat16), check.Size("quadratic", torch.bfloat16, 64, 2)], []
-    monkeypatch.setattr(check, "COMMON_SIZES", sizes)
-    monkeypatch.setattr(check, "supported", lambda size: True)
-    monkeypatch.setattr(check, "launch", done.append)
-    monkeypatch.setattr(check.backend, "precompile", lambda launch: launch())
-    monkeypatch.setattr(check, "check", lambda sizes, T: [("", done.append(sizes) or sizes[0].form == "cross_entropy")])
-    check.write_packaged()
-    assert done == [sizes[:1], sizes[:1], sizes[1:], sizes[1:]]  # launched, compared
-    assert [key.split(", ")[-1] for key in json.loads(check.PACKAGED.read_text())] == ["cross_entropy bfloat16"]
-    machine.unlink()
-    forget(monkeypatch)
-    assert check.compare(sizes[:1]) == "" and done[4:] == [sizes[:1]] and not machine.exists()
 
 
 # For a process of its own without the interpreter, and without a GPU. Prints how many kernels the first use of a size

@@ -3,8 +3,8 @@
     for line, ok in check_all(): ...                                                # doctor.py, every size
     problem = compare([Size("quadratic", torch.bfloat16, 64, 4, gated=True)])       # before training or a prompt
 
-A size that passed is noted for this kind of GPU, torch, Triton and these kernels: in ~/.cache/sympow/checked.json, and
-in the package's checked.json, which `python doctor.py --write_checked` writes. A size that is noted is only compiled.
+A size that passed is noted in ~/.cache/sympow/checked.json, for this kind of GPU, torch, Triton and these kernels. A
+size that is noted is only compiled.
 """
 
 import json
@@ -13,8 +13,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -28,7 +26,6 @@ BF16, FP32 = torch.bfloat16, torch.float32
 TOLERANCE = {BF16: (4e-3, 8e-3), FP32: (1e-5, 1e-4)}  # of y, of gradients
 CHUNK = 256  # tokens
 SHORT = 2048  # tokens of the longest call that is compared before the first use
-PACKAGED = Path(__file__).with_name("checked.json")
 
 
 class Operator(NamedTuple):
@@ -191,14 +188,6 @@ SIZES = [
     Size("rotary", FP32, 48),
     *(Size("cross_entropy", dtype) for dtype in (BF16, FP32)),
 ]
-# What models use most: they stand in the package's checked.json for the GPUs on which it was written.
-COMMON_SIZES = [
-    *(
-        Size(form, BF16, D, p, gated)
-        for form, D, p, gated in product(("quadratic", "sums", "chunked", "states"), (64, 128), (2, 4), (False, True))
-    ),
-    *(size for size in SIZES if size.p is None and size.n is None),
-]
 
 
 # ---- comparison
@@ -349,7 +338,7 @@ def _compare_once(device, name, compare, launch=None):
         if launch:
             backend.precompile(launch)
         noted = _read(memory)
-        if key in noted or key in _read(PACKAGED):
+        if key in noted:
             return ""
         if problem := compare():
             return problem
@@ -384,14 +373,3 @@ def _write(path, keys):
     written = path.with_suffix(f".{os.getpid()}")
     written.write_text(json.dumps(keys, indent=1) + "\n")
     written.replace(path)
-
-
-def write_packaged():
-    """Compare COMMON_SIZES on the current GPU, and note those that pass in the package's checked.json.
-
-    Lines about other kernels than these are dropped.
-    """
-    device = torch.cuda.current_device()
-    keys = {key for key in _read(PACKAGED) if backend.source_hash() in key}
-    keys |= {_key(device, describe(size)) for size in COMMON_SIZES if supported(size) and not compare([size])}
-    _write(PACKAGED, sorted(keys))
