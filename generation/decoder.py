@@ -19,7 +19,6 @@ from functools import partial
 import torch
 from sympow import check_choice
 from sympow.code import record_code
-from ..attention.positions import most_tokens
 from ..attention.operator.check import remember
 from ..attention.operator.memory import check_generation_fits
 from ..attention.variant import decoding_kernels
@@ -230,22 +229,15 @@ class Decoder:
 
         logits and state are the model's after the prompt; the decoder was made from this state, and resumes from it as
         if nothing had happened. The tokens are the likeliest ones after the prompt, fewer if the decoder is made for
-        fewer or would flush a cache, and those after a short text, in which each token counts for more.
+        fewer or would flush a cache.
         """
-        device, short = self.device, copy.copy(self)
-        room = min(layer.room() for layer in self.layers)
-        text = torch.randint(self.config.vocab_size, (len(logits), 4), generator=torch.Generator().manual_seed(0))
+        count = min(tokens, self.tokens_left - 1, *(layer.room() for layer in self.layers))
         with self._restored():
             try:
-                count = min(tokens, self.tokens_left - 1, room)
                 errors = self.errors(model, logits, state, count, self._token)
             except torch.OutOfMemoryError:  # model.step copies the KV cache
                 errors = []
-            if most_tokens(self.config) >= 4 + tokens:
-                logits, state = model.read(text.to(device), model.empty_state(len(logits), "never"))
-                short.load(state, tokens)
-                errors += short.errors(model, logits, state, tokens, short._token)
-        error = torch.stack(errors).max().item()
+        error = torch.stack(errors).max().item() if errors else 0.0
         tolerance = max(MODEL_TOLERANCE[self.buffers.dtype], STATE_TOLERANCE[self.buffers.state_dtype])
         return "" if error <= tolerance else f"logits differ by {error:.1%}"  # NaN does
 

@@ -16,8 +16,8 @@ import numpy as np
 from ..data.files import whole_file
 from .program import check_output, refuse
 
-# what differs from matplotlib's own settings: colours that colour-blind readers can tell apart, and names with a $
-STYLE = ["tableau-colorblind10", {"axes.grid": True, "text.parse_math": False}]
+# what differs from matplotlib's own settings: colours that colour-blind readers can tell apart
+STYLE = ["tableau-colorblind10", {"axes.grid": True}]
 
 
 def plot_loss_curves(runs, png):
@@ -37,7 +37,7 @@ def plot_loss_curves(runs, png):
         ends = []
         for name, (train, val) in runs.items():
             x, losses = loss_curve(train, key, "train_loss", unit)
-            (line,) = axis.plot(x, smooth(losses), label=name)
+            (line,) = axis.plot(x, smooth(losses), label=name.replace("$", r"\$"))
             val_curve = loss_curve(val, key, "val_loss", unit)
             axis.plot(*val_curve, "o", color=line.get_color(), markerfacecolor="white", markersize=4.5)
             ends += [losses[-1] for losses in (losses, val_curve[1]) if losses]
@@ -69,7 +69,7 @@ def plot_loss_by_position(curves, png):
     ends = []
     for name, (positions, losses, context) in curves.items():
         mean, error = mean_and_standard_error(losses)
-        (line,) = axis.plot(positions, mean, label=name)
+        (line,) = axis.plot(positions, mean, label=name.replace("$", r"\$"))
         axis.fill_between(positions, mean - error, mean + error, color=line.get_color(), alpha=0.2, linewidth=0)
         if context <= positions[-1]:
             axis.axvline(context, color="#777777", linestyle="--", linewidth=1)
@@ -118,13 +118,8 @@ def leave_out_beginnings(axis, ends):
 
 def save_figure(figure, png):
     """Write a figure, with a legend below it, to a file, whole or not at all. Makes the file's folder if need be."""
-    import matplotlib.style
-
-    with matplotlib.style.context(STYLE), whole_file(png) as temporary:
-        for axis in (part for axes in figure.axes for part in (axes.xaxis, axes.yaxis)):
-            if axis.get_scale() == "log":  # its own labels are markup, which STYLE does not read
-                axis.set_major_formatter("{x:,.7g}")
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    with whole_file(png) as temporary:
         figure.savefig(temporary, dpi=150, format=picture_format(png))
 
 
