@@ -1,4 +1,4 @@
-"""Measure attention on one GPU, in milliseconds, share of peak and bytes, beside softmax and FlexAttention.
+"""Measure attention on one GPU, in milliseconds and bytes, beside cuDNN's softmax and FlexAttention.
 
     python -m bench.attention                            # the table, at 65,536 tokens a call
     python -m bench.attention --T 16384 --only cudnn p4_gated --json out/attention.json
@@ -21,10 +21,8 @@ The contenders, in bfloat16, causal, 12 heads of 64, from standard normal q, k a
     logcumsumexp           the first of them by equations 2 to 6 of "Softmax Attention with Constant Cost per Token"
                            (Heinsen, 2024), in float32, which keep a state [D, E] of every token
 
-FLOP/s count what each algorithm multiplies: T^2 D a head and product (causal: half of the square, two FLOPs each), 2
-products forward; 5 backward, 7 for ours, because its two passes compute s and dP twice. B/row is the peak memory of one
-forward and backward, beyond inputs, output and gradients, in bytes per token and query head. Contenders that do not
-compute all pairs have no FLOP/s.
+B/row is the peak memory of one forward and backward, beyond inputs, output and gradients, in bytes per token and query
+head.
 """
 
 from functools import partial
@@ -79,10 +77,6 @@ COLUMNS = {  # key of a row -> (title, place, format)
     "forward_backward_ms": ("fwd+bwd", ">9", ".3f"),
     "forward_ratio": ("/ cudnn", ">8", ".3f"),
     "forward_backward_ratio": ("/ cudnn", ">8", ".3f"),
-    "forward_tflops": ("TFLOP/s", ">8", ".0f"),
-    "forward_share": ("share", ">6", ".0%"),
-    "forward_backward_tflops": ("TFLOP/s", ">8", ".0f"),
-    "forward_backward_share": ("share", ">6", ".0%"),
     "bytes_per_row": ("B/row", ">7", ".1f"),
 }
 
@@ -91,15 +85,11 @@ COLUMNS = {  # key of a row -> (title, place, format)
 
 
 class Contender(NamedTuple):
-    """A function to time, its inputs, the gradient of its output, and the number of products in its backward.
-
-    products is None for contenders that do not compute all T^2 pairs.
-    """
+    """A function to time, its inputs and the gradient of its output."""
 
     function: Callable
     inputs: list
     dy: torch.Tensor
-    products: int | None
 
     def forward(self):
         return self.function(*self.inputs)
@@ -167,30 +157,29 @@ def make_flex(p, C, T):
 def build(name, qkv, log_g, dy):
     """Return the Contender of this name; inputs have heads first for torch's own, and tokens first for ours."""
     if name in BACKENDS:
-        return Contender(partial(softmax, backend=BACKENDS[name]), qkv, dy, 5)
+        return Contender(partial(softmax, backend=BACKENDS[name]), qkv, dy)
     if name == "logcumsumexp":
-        return Contender(logcumsumexp, qkv, dy.float(), None)
+        return Contender(logcumsumexp, qkv, dy.float())
     if name in LOG:
-        return Contender(partial(heinsen_attention, values=name.removeprefix("heinsen_")), qkv, dy, None)
+        return Contender(partial(heinsen_attention, values=name.removeprefix("heinsen_")), qkv, dy)
     if name in WINDOWS:
-        return Contender(partial(attend_in_window, window=WINDOWS[name]), qkv, dy, None)
+        return Contender(partial(attend_in_window, window=WINDOWS[name]), qkv, dy)
     if name in CHUNKED:
         function = partial(power_attention, p=CHUNKED[name], form="chunked")
-        return Contender(function, [*qkv, log_g], dy, None)
+        return Contender(function, [*qkv, log_g], dy)
     p, gated = POWERS[name]
     if name.startswith("flex"):
         C = log_g.detach().cumsum(2) if gated else None
-        return Contender(make_flex(p, C, dy.shape[2]), qkv, dy, 5)
-
+        return Contender(make_flex(p, C, dy.shape[2]), qkv, dy)
     function = partial(power_attention, p=p, form="quadratic")
-    return Contender(function, [*qkv, log_g] if gated else qkv, dy, 7)
+    return Contender(function, [*qkv, log_g] if gated else qkv, dy)
 
 
 # ---- the table
 
 
 def measure(names, B, T):
-    """Return {name: a dict of milliseconds, bytes and products, or {"failed": reason}}."""
+    """Return {name: a dict of milliseconds and bytes, or {"failed": reason}}."""
     by_token = make_inputs(B, T)
     qkv, log_g, dy = by_token
     by_head = [heads_first(x) for x in qkv], heads_first(log_g), heads_first(dy)
@@ -207,7 +196,7 @@ def measure(names, B, T):
             extra = extra_bytes(contender.function, contender.inputs, contender.dy)
             calls = max(1, min(CALLS, int(1000 / milliseconds(contender.forward_backward))))
             contenders[name], times[name] = (contender, calls), ([], [])
-            results[name] = dict(bytes_per_row=extra / (B * T * HEADS), products=contender.products)
+            results[name] = dict(bytes_per_row=extra / (B * T * HEADS))
         except Exception as error:  # out of memory, no such backend here, a compiler's error: the others go on
             results[name] = dict(failed=describe_error(error))
         torch.cuda.empty_cache()
@@ -221,33 +210,14 @@ def measure(names, B, T):
     return results
 
 
-def compare(result, cudnn, ceiling, B, T):
-    """Return a result of `measure` with ratios to cuDNN's, TFLOP/s and shares of the ceiling, in TFLOP/s."""
-    row = dict(result)
-    backward = row.pop("products", None)
-    for kind, products in (("forward", 2), ("forward_backward", backward and 2 + backward)):
-        duration = row.get(f"{kind}_ms")
-        if duration and f"{kind}_ms" in cudnn:
-            row[f"{kind}_ratio"] = duration / cudnn[f"{kind}_ms"]
-        if duration and backward:
-            # a product has T^2 / 2 pairs, D multiplications and D additions each
-            tflops = B * HEADS * products * T * T * HEAD_DIM / duration * 1e-9
-            row |= {f"{kind}_tflops": tflops, f"{kind}_share": tflops / ceiling}
-    return row
-
-
-def measure_ceiling(n=8192):
-    """Return the TFLOP/s of a bfloat16 matrix product of n x n x n."""
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = partial(torch.matmul, a, b, out=torch.empty_like(a))
-    for _ in range(3):
-        milliseconds(product, calls=CALLS)
-    return 2 * n**3 / median(milliseconds(product, calls=CALLS) for _ in range(ROUNDS)) * 1e-9
+def ratios(result, cudnn):
+    """Return the ratios of a result's times to cuDNN's, as far as both are measured."""
+    kinds = [kind for kind in ("forward", "forward_backward") if {f"{kind}_ms"} <= result.keys() & cudnn.keys()]
+    return {f"{kind}_ratio": result[f"{kind}_ms"] / cudnn[f"{kind}_ms"] for kind in kinds}
 
 
 def bench(args):
     """Print the table, a row for each T and contender."""
-    ceiling = measure_ceiling()
     print(f"{args.tokens} tokens a call, {HEADS} heads of {HEAD_DIM}, bfloat16\n")
     print_titles(COLUMNS)
     rows = []
@@ -256,11 +226,10 @@ def bench(args):
         B = max(1, args.tokens // T)
         results = measure(names, B, T)
         for name, result in results.items():
-            rows.append(dict(T=T, contender=name) | compare(result, results.get("cudnn", {}), ceiling, B, T))
+            rows.append(dict(T=T, contender=name) | result | ratios(result, results.get("cudnn", {})))
             print_row(COLUMNS, rows[-1])
         torch.cuda.empty_cache()
-    print(f"\nceiling: {ceiling:.0f} TFLOP/s, a bfloat16 matrix product of 8192 x 8192 x 8192")
-    finish(args, rows, ceiling_tflops=ceiling, tokens=args.tokens, heads=HEADS, head_dim=HEAD_DIM)
+    finish(args, rows, tokens=args.tokens, heads=HEADS, head_dim=HEAD_DIM)
 
 
 # ---- the cost model
@@ -275,7 +244,7 @@ def fit_cost(D, p):
 
     def nanoseconds(T, **options):
         qkv, log_g, dy = make_inputs(max(1, 65536 // T), T, D)
-        contender = Contender(partial(power_attention, p=p, **options), [*qkv, log_g], dy, None)
+        contender = Contender(partial(power_attention, p=p, **options), [*qkv, log_g], dy)
         times = [milliseconds(contender.forward_backward, calls=CALLS) for _ in range(ROUNDS)]
         return median(times) * 1e6 / log_g.numel()
 
