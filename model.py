@@ -7,8 +7,8 @@
     logits, state = model.step(ids, state)                         # then one token [B] at a time
 
 Differences from GPT-2: rotary positions instead of learned ones, a LayerNorm after the token embedding, the exact GELU,
-no biases, and whatever `attention` says; each can be set to be GPT-2's. Parameter names are nanoGPT's where the module
-exists there. generation/decoder.py repeats `GPT.step` on a GPU, and compares its logits with it before it generates.
+no biases, and whatever `attention` says; each can be set to be GPT-2's, or Llama's and Qwen3's (config/llama_small.py).
+Parameter names are nanoGPT's where the module exists there. generation/decoder.py repeats `GPT.step` on a GPU, and compares its logits with it before it generates.
 """
 
 import math
@@ -24,11 +24,11 @@ from .attention import ATTENTIONS, join_positions, layer_pattern, leading_layer
 from .attention.positions import POSITIONS, check_length
 from .attention.state import ModelState
 from .attention.variant import RECIPE, check_layer
-from .layers.activation import ACTIVATIONS
+from .layers.activation import ACTIVATIONS, mlp_widths
 from .layers.convolution import Convolution
 from .layers.loss import head_loss, head_weight
-from .layers.mixing import mix_tokens, projected_heads, split_heads
-from .layers.norm import norm_linear, norm_weight
+from .layers.mixing import mix_tokens, normalize_heads, projected_heads, split_heads
+from .layers.norm import NORMS, HeadNorm, make_norm, norm_linear, norm_weight
 from .layers.output_gate import OutputGate
 
 
@@ -43,10 +43,16 @@ class GPTConfig:
     head_dim: int = 0  # 0: n_embd / n_head
     dropout: float = 0.0  # after the embedding, attention and MLP
     bias: bool = False  # in linear layers and LayerNorms
+    qkv_bias: bool = False  # in the linear layer of q, k and v, also without `bias`
+    norm: str = "layernorm"  # before attention, MLP and head; or rmsnorm, which subtracts no mean and has no bias
+    norm_eps: float = 1e-5  # of the norms, added to a variance or mean square
+    qk_norm: bool = False  # an RMSNorm of each head of q and of k, before they are rotated
     positions: str = "auto"  # rotary, none or learned (GPT-2's table of n_positions vectors); with commas as attention
     n_positions: int = 1024  # positions=learned: the most tokens that the model reads
-    embedding_norm: bool = True  # a LayerNorm after the token embedding
-    activation: str = "gelu"  # of the MLP; or gelu_tanh: GPT-2's approximation of it
+    embedding_norm: bool = True  # a norm after the token embedding
+    tied_head: bool = True  # the head is the token embedding; False: it has weights of its own
+    activation: str = "gelu"  # of the MLP; or gelu_tanh: GPT-2's approximation of it; or swiglu: silu(gate) * up
+    mlp_width: int = 0  # of the MLP, after its activation; 0: 4 n_embd
     attention: str = "softmax"  # a name in ATTENTIONS, or several with commas: the layers in turn, again and again
     convolution: int | str = "auto"  # tokens of a convolution over q, k and v before attention; 0: none
     output_gate: bool | str = "auto"  # normalise attention's output, and multiply it by a learned gate
@@ -61,7 +67,8 @@ class GPTConfig:
     adaptive: str = "continuous"  # adaptive_power: continuous (|q.k|^p(x)) or mixture (of even powers, linear)
     p_min: float = 2.0  # adaptive_power: the least p(x)
     p_max: float = 4.0  # adaptive_power: the largest p(x)
-    rope_base: float = 65536.0  # N of the rotation: the longest document
+    rope_base: float = 65536.0  # N: a token turns pair i = 0, 1, ... of a head by N^(-2i/D) units
+    rope_unit: str = "turn"  # 2 pi, with the longest document for N; or radian: the customary one, N is Llama's theta
     reset_token: int = -1  # forget everything at this token id; -1: never (set by train.py's pack)
     activation_checkpointing: bool = False  # save one activation per block, compute the rest again in the backward pass
 
@@ -70,6 +77,11 @@ class GPTConfig:
             if not 1 <= getattr(self, name) <= limit:
                 raise ValueError(f"{name} must be from 1 to {limit:,}, got {getattr(self, name)}")
         check_choice("activation", self.activation, ACTIVATIONS)
+        check_choice("norm", self.norm, NORMS)
+        if not 0 < self.norm_eps < 1 or self.mlp_width < 0:
+            raise ValueError(
+                f"norm_eps must be in (0, 1) and mlp_width positive, or 0, got {self.norm_eps} and {self.mlp_width}"
+            )
         check_layer(self)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
@@ -83,7 +95,8 @@ class GPTConfig:
         if len(names) == len(positions) == 1:
             ATTENTIONS[self.attention].choose_settings(self)
             return
-        layers = [self.layer(i) for i in range(math.lcm(len(names), len(positions)))]  # which chooses and checks
+        different = min(math.lcm(len(names), len(positions)), self.n_layer)
+        layers = [self.layer(i) for i in range(different)]  # which chooses and checks
         leading = leading_layer(layers)
         self.positions = join_positions(layers, leading if positions == ["auto"] else None)
         for name in RECIPE:
@@ -115,7 +128,8 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.heads, self.head_dim = projected_heads(config), config.head_dim
-        self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
+        bias = config.bias or config.qkv_bias
+        self.c_attn = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=bias)
         variant = ATTENTIONS[config.attention]
         self.c_proj = variant.output_layer(config)
         self.replaces_mlp = self.c_proj is not None
@@ -125,6 +139,8 @@ class Attention(nn.Module):
         channels = sum(self.heads[:3]) * config.head_dim
         self.conv = Convolution(channels, config.convolution) if config.convolution else None
         self.output_gate = OutputGate(config.head_dim) if config.output_gate else None
+        norms = (HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else None for _ in range(2))
+        self.q_norm, self.k_norm = norms
         self.dropout = config.dropout
 
     def project(self, x, norm, shape):
@@ -140,8 +156,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        hidden, width = mlp_widths(config)
+        self.c_fc = nn.Linear(config.n_embd, hidden, bias=config.bias)
+        self.c_proj = nn.Linear(width, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
         self.activation = ACTIVATIONS[config.activation]
 
@@ -153,10 +170,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = make_norm(config)
         self.attn = Attention(config)
         if not self.attn.replaces_mlp:
-            self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+            self.ln_2 = make_norm(config)
             self.mlp = MLP(config)
 
     def forward(self, x, update, shape, resets=None, state=None):
@@ -179,12 +196,14 @@ class GPT(nn.Module):
         layers = [config.layer(i) for i in range(config.n_layer)]
         self.transformer = nn.ModuleDict(
             dict(
-                wte=nn.Embedding(math.ceil(config.vocab_size / 64) * 64, config.n_embd),  # counts as the head too
-                ln_wte=nn.LayerNorm(config.n_embd, bias=config.bias) if config.embedding_norm else nn.Identity(),
+                wte=nn.Embedding(math.ceil(config.vocab_size / 64) * 64, config.n_embd),  # the head too, if that is tied
+                ln_wte=make_norm(config) if config.embedding_norm else nn.Identity(),
                 h=nn.ModuleList(map(Block, layers)),
-                ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
+                ln_f=make_norm(config),
             )
         )
+        rows, columns = self.transformer.wte.weight.shape
+        self.lm_head = None if config.tied_head else nn.Linear(columns, rows, bias=False)
         for layer in layers:
             if "wpe" not in self.transformer and (embedding := ATTENTIONS[layer.attention].position_embedding(layer)):
                 self.transformer["wpe"] = embedding  # one for all layers
@@ -243,7 +262,7 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x + update).unflatten(0, ids.shape), state
 
     def _blocks(self, ids, state=None, starts=None):
-        """Return x and update, which add up to the rows [B T, n_embd] before the last LayerNorm, and the state."""
+        """Return x and update, which add up to the rows [B T, n_embd] before the last norm, and the state."""
         x, resets, embedding = self._embed(ids, state, starts)
         x, update, layers = F.dropout(x, self.config.dropout, self.training), None, []
         for i, block in enumerate(self.transformer.h):
@@ -270,13 +289,17 @@ class GPT(nn.Module):
             x, embedding = t.wpe(x, resets, state and state.embedding)
         return x.flatten(0, 1), resets, embedding
 
+    def head_weight(self):
+        """Return the weight of the head, [rows of the embedding, n_embd]."""
+        return head_weight(self.transformer.wte, self.lm_head)
+
     def logits(self, x):
         """Return [..., vocab_size] for x [..., n_embd]; the vocabulary's padding, which has no text, is cut off."""
-        return F.linear(x, head_weight(self.transformer.wte))[..., : self.config.vocab_size]
+        return F.linear(x, self.head_weight())[..., : self.config.vocab_size]
 
     def loss(self, x, targets, update=None, teacher=None):
         """Return the mean loss in nats for what `hidden` or, with update, `_blocks` returns, and targets [B, T]."""
-        weight = head_weight(self.transformer.wte)
+        weight = self.head_weight()
         if update is not None:
             x, weight = norm_weight(self.transformer.ln_f, weight, x + update)
         return head_loss(x.flatten(0, -2), weight, targets, self.config.vocab_size, teacher)
@@ -293,7 +316,7 @@ class GPT(nn.Module):
         for i, block in enumerate(self.transformer.h):
             (normed, heads), attention = block.attn.project(x, block.ln_1, ids.shape), block.attn.mix
             qkv, _ = split_heads(block.attn, heads)
-            qkv = block.attn.conv(qkv, resets) if block.attn.conv else qkv
+            qkv = normalize_heads(block.attn, block.attn.conv(qkv, resets) if block.attn.conv else qkv)
             for name, value in attention.statistics(normed, attention.split(qkv)[0]).items():
                 statistics.setdefault(name, [None] * self.config.n_layer)[i] = value
             x = sum(block(x, None, ids.shape, resets)[:2])
@@ -308,6 +331,7 @@ class GPT(nn.Module):
 
         They are 6 for each weight that is multiplied, and attention's own products over causal pairs in its form.
         """
-        weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and n != "transformer.wpe.weight")
+        tables = ("transformer.wpe.weight", "transformer.wte.weight")[: 1 + (not self.config.tied_head)]
+        weights = sum(p.numel() for n, p in self.named_parameters() if p.dim() == 2 and n not in tables)
         device = self.transformer.wte.weight.device.type
         return 6 * weights + sum(x.attention_flops(block_size, dtype, device) for x in self.attentions())

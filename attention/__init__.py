@@ -42,15 +42,13 @@ __all__ = [
 def layer_pattern(setting, text, choices, n_layer):
     """Return the names in `text`, the value of a setting, with commas between, of the layers in turn.
 
-    Raises ValueError if one of them is not among the choices, or if their number does not divide n_layer.
+    Raises ValueError if one of them is not among the choices, or if there are more of them than layers.
     """
     names = [name.strip() for name in text.split(",")]
     for name in names:
         check_choice(setting, name, choices)
-    if n_layer % len(names):
-        raise ValueError(
-            f"{setting} has a pattern of {len(names)} layers, which does not divide n_layer={n_layer}: use a multiple"
-        )
+    if len(names) > n_layer:
+        raise ValueError(f"{setting} has a pattern of {len(names)} layers, the model has n_layer={n_layer}")
     return names
 
 

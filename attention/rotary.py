@@ -2,7 +2,8 @@
 
 Pair i = 1..d/2 of a query or key, the entries (2i-1, 2i), turns by u * theta_i with theta_i = 2 pi / N^(2(i-1)/d).
 u counts tokens: u_t = t for the fixed rotation, u_t = sum of beta up to t for the learned one (conformal paper,
-Kumar et al. 2025, sections 2.2 and 3.2). N is `rope_base`, the longest document of the data set.
+Kumar et al. 2025, sections 2.2 and 3.2). N is `rope_base`, the longest document of the data set. So a token turns the
+first pair by a whole turn, `rope_unit`; in other models, such as Llama, by a radian: theta_i = 1 / N^(2(i-1)/d).
 
 Angles are formed as turns: u in float64, times N^(-2(i-1)/d). Only the fractional part of a turn becomes float32.
 An angle accumulated in float32 is off by 2.8 rad after 64k tokens; this one is off by 4e-7.
@@ -15,6 +16,9 @@ import torch
 from .operator import backend
 from .operator.dispatch import why_not
 from .operator.forms import accumulation_dtype
+
+
+TURNS = {"turn": 1.0, "radian": 1 / (2 * math.pi)}  # of the first pair by a token, for each value of rope_unit
 
 
 def rotation_rates(d, base, device=None):
@@ -54,8 +58,12 @@ def rotary(x, u, base):
     return rotate(x, *rotation_of(x, u, base))
 
 
-def rotation_of(x, u, base):
-    """Return the factors (cos, sin) by which `rotate` turns x, and others of its D, dtype and device, by u."""
+def rotation_of(x, u, base, unit="turn"):
+    """Return the factors (cos, sin) by which `rotate` turns x, and others of its D, dtype and device, by u.
+
+    unit: how far the first pair turns while u grows by 1, a name in TURNS.
+    """
+    u = u if unit == "turn" else u * TURNS[unit]
     compute = _rotation if torch.compiler.is_compiling() and not u.requires_grad else rotation
     return tuple(r.to(x.device) for r in compute(u, x.shape[-1], float(base), accumulation_dtype(x)))
 

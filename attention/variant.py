@@ -23,7 +23,7 @@ from torch import nn
 from sympow import check_choice
 from .operator.arguments import check_form, check_power
 from .positions import POSITIONS, LearnedPosition
-from .rotary import rotate, rotation_of
+from .rotary import TURNS, rotate, rotation_of
 from .state import CachePolicy, LayerState, count_positions
 
 MOST_CONVOLVED = 64  # tokens of a convolution, which adds them up one after another
@@ -75,6 +75,7 @@ def check_layer(config):
         raise ValueError(f"chunk_size must be positive, or 0 to choose it, got {config.chunk_size}")
     if not 1 < config.rope_base < math.inf:
         raise ValueError(f"rope_base must be above 1 and finite, got {config.rope_base}")
+    check_choice("rope_unit", config.rope_unit, TURNS)
     check_choice("gate", config.gate, ("auto", "learned", "fixed", "none"))
 
 
@@ -201,7 +202,7 @@ class Variant(nn.Module):
         layer with positions=learned or none they are as they are."""
         q, k, v = self.split(qkv)
         if POSITIONS[self.config.positions]:
-            factors = rotation_of(q, positions, self.rope_base)
+            factors = rotation_of(q, positions, self.rope_base, self.config.rope_unit)
             q, k = (rotate(x, *factors) for x in (q, k))
         return q, k, v
 

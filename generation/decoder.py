@@ -28,6 +28,8 @@ from ..kernels.decode import sampling
 from ..kernels.decode.linear import Linear, Norm, embed, linear
 from ..kernels.decode.output_gate import OutputGate, gate_output
 from ..kernels.decode.qkv import Gates
+from ..layers.activation import GATED, mlp_widths
+from ..layers.norm import NORMS
 from ..model import GPT
 from .layers import EMBEDDINGS, LAYERS, Buffers, Weights, float32
 from .steps import Sampler
@@ -38,7 +40,7 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 # Rounding to bfloat16 is 8e-3 to 1.4e-2 in 12 layers, and grows with their number; float32 has products in tf32.
 MODEL_TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 5e-3}
 STATE_TOLERANCE = {torch.bfloat16: 1e-1, torch.float32: 0.0}
-GELU_KINDS = {"gelu": 1, "gelu_tanh": 2}  # of kernels/decode/linear.py
+GELU_KINDS = {"gelu": 1, "gelu_tanh": 2, "swiglu": 0}  # of kernels/decode/linear.py; SwiGLU comes with the next layer
 AHEAD = 2  # tokens that are launched before the first of them is read
 
 
@@ -64,7 +66,7 @@ class Decoder:
         dtype, B = dtype or wte.dtype, len(state.layers[0].position) * num_samples
         check_generation_fits(self.attentions, state, max_new_tokens, B, dtype.itemsize, state_dtype, self.device)
         self.buffers = Buffers(c, B, dtype, state_dtype, self.device)
-        self._copy_weights(model.transformer)
+        self._copy_weights(model)
         columns = -(-c.vocab_size // sampling.SAMPLE_BLOCK) * sampling.SAMPLE_BLOCK
         self.padded = torch.full((B, columns), float("-inf"), device=self.device)
         self.logits, self.ids = self.padded[:, : c.vocab_size], self.buffers.ids
@@ -72,20 +74,22 @@ class Decoder:
 
     # ---- weights: matrices in dtype, the rest in float32
 
-    def _copy_weights(self, transformer):
-        c = self.config
+    def _copy_weights(self, model):
+        c, transformer = self.config, model.transformer
         self.wte = transformer.wte.weight.to(self.buffers.dtype)
-        self.head = Linear(self.wte[: c.vocab_size], None, _norm(transformer.ln_f))
+        head = self.wte if c.tied_head else model.head_weight().to(self.buffers.dtype)
+        self.head = Linear(head[: c.vocab_size], None, _norm(transformer.ln_f))
         self.ln_wte = _norm(transformer.ln_wte) if c.embedding_norm else None
         self.wpe = transformer["wpe"] if "wpe" in transformer else None
         check_choice("activation", c.activation, GELU_KINDS)
-        self.gelu = GELU_KINDS[c.activation]
+        self.gelu, self.gated = GELU_KINDS[c.activation], c.activation in GATED
         self.weights = [self._block_weights(block) for block in transformer.h]
 
     def _block_weights(self, block):
         c, attn, mlp = self.config, block.attn, block.mlp
         gates, heads = attn.mix.decoder_weights(), c.n_head * c.head_dim
         channels = sum(attn.heads[:3]) * c.head_dim  # of q, k and v
+        hidden, width = mlp_widths(c)
         c_attn = self._linear(attn.c_attn, sum(attn.heads) * c.head_dim, c.n_embd, _norm(block.ln_1))
         output_gate = None
         if c.output_gate:
@@ -93,12 +97,13 @@ class Decoder:
         return Weights(
             qkv=_rows(c_attn, slice(channels)),
             proj=self._linear(attn.c_proj, c.n_embd, heads),
-            fc=self._linear(mlp.c_fc, 4 * c.n_embd, c.n_embd, _norm(block.ln_2)),
-            out=self._linear(mlp.c_proj, c.n_embd, 4 * c.n_embd),
+            fc=self._linear(mlp.c_fc, hidden, c.n_embd, _norm(block.ln_2)),
+            out=self._linear(mlp.c_proj, c.n_embd, width),
             gates=Gates(*map(float32, gates["gate"] or (None, None)), float32(gates["slopes"])),
             beta=float32(gates["beta"]),
             convolution=float32(attn.conv.weight) if attn.conv else None,
             output_gate=output_gate,
+            head_norms=[float32(norm.weight) for norm in (attn.q_norm, attn.k_norm) if norm],
         )
 
     def _linear(self, layer, outputs, inputs, norm=Norm()):
@@ -158,7 +163,7 @@ class Decoder:
                 gate_output(weights.output_gate, b.y, b.gate, b.x)
             linear(weights.proj, b.x, b.y, add=True)
             linear(weights.fc, b.h, b.x, gelu=self.gelu)
-            linear(weights.out, b.x, b.h, add=True)
+            linear(weights.out, b.x, b.h, gated=self.gated, add=True)
         linear(self.head, self.logits, b.x)
         self.counts += 1
         self.sampler(self.padded, self.ids)
@@ -259,7 +264,10 @@ class Decoder:
 
 
 def _norm(layer):
-    return Norm(float32(layer.weight), float32(layer.bias))
+    """Return the Norm of an nn.LayerNorm or nn.RMSNorm."""
+    rms = 1 if type(layer) is NORMS["rmsnorm"] else None
+    eps = layer.eps or torch.finfo(torch.float32).eps  # None in an nn.RMSNorm means that
+    return Norm(float32(layer.weight), float32(getattr(layer, "bias", None)), eps, rms)
 
 
 def _rows(layer, rows):

@@ -21,11 +21,13 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
+
 from ..attention.embedding import symmetric_power_dim
 from ..attention.heinsen import LOG_VALUE_BOUND
 from ..attention.operator.heinsen_forms import IS_LOG
 from ..attention.positions import POSITIONS
-from ..attention.rotary import rotation_rates
+from ..attention.rotary import TURNS, rotation_rates
 from ..attention.state import LayerState
 from ..kernels.decode import cache as decode_cache
 from ..kernels.decode import convolution as decode_convolution
@@ -35,6 +37,7 @@ from ..kernels.decode import qkv as decode_qkv
 from ..kernels.decode import softmax as decode_softmax
 from ..kernels.decode.linear import Linear, linear
 from ..kernels.decode.output_gate import OutputGate
+from ..layers.activation import mlp_widths
 
 
 class Buffers:
@@ -44,7 +47,7 @@ class Buffers:
         self.config, self.B, self.dtype, self.state_dtype, self.device = config, B, dtype, state_dtype, device
         c = config
         self.ids = self.zeros(B, dtype=torch.int64)
-        self.x, self.h = self.zeros(B, c.n_embd), self.zeros(B, 4 * c.n_embd)
+        self.x, self.h = self.zeros(B, c.n_embd), self.zeros(B, mlp_widths(c)[0])
         self.qkv = self.zeros(B, (c.n_head + 2 * c.n_kv_head) * c.head_dim)
         self.y, self.gate = (self.zeros(B, c.n_head * c.head_dim) for _ in range(2))
         self.rotation = self.zeros(B, 2, c.head_dim)
@@ -74,6 +77,7 @@ class Weights(NamedTuple):
     beta: torch.Tensor | None
     convolution: torch.Tensor | None  # [n, (H + 2 Hkv) D]
     output_gate: OutputGate | None
+    head_norms: list  # of q and of k, [D] each; empty without
 
 
 def float32(x):
@@ -99,6 +103,14 @@ class Convolution:
             decode_convolution.convolve(b.qkv, self.weight, recent, b.ids, reset_token=b.config.reset_token)
 
 
+def normalize_heads(buffers, head_norms):
+    """Normalise the heads of q and of k, as layers/mixing.py does, if there are head_norms."""
+    b, c = buffers, buffers.config
+    heads = b.qkv.view(b.B, -1, c.head_dim).split((c.n_head, c.n_kv_head, c.n_kv_head), 1)
+    for x, weight in zip(heads, head_norms):
+        x.copy_(F.rms_norm(x, weight.shape, weight, c.norm_eps))
+
+
 class CachedLayer:
     """A layer with a KV cache. `cached` is the number of cached tokens, which are flushed when they are `limit`."""
 
@@ -109,7 +121,8 @@ class CachedLayer:
         self.attention, self.switch_over, self.power = attention, state.switch_over, None
         self.convolution = Convolution(buffers, weights.convolution, state)
         rates = rotation_rates(c.head_dim, attention.rope_base, buffers.device)
-        rates *= POSITIONS[attention.config.positions]  # a rate of 0 leaves queries and keys as they are
+        # a rate of 0 leaves queries and keys as they are
+        rates *= POSITIONS[attention.config.positions] * TURNS[attention.config.rope_unit]
         self.place = decode_qkv.Position(state.position, rates, buffers.rotation, weights.beta)
         self.allocate(state, tokens_left)
 
@@ -146,6 +159,7 @@ class CachedLayer:
             rounding=b.dtype if b.device.type == "cuda" else torch.float32,
         )
         self.convolution.step()
+        normalize_heads(b, self.weights.head_norms)
         self.attend()
 
     def count_token(self):
@@ -235,6 +249,7 @@ class HeinsenLayer:
         b = self.buffers
         linear(self.weights.qkv, b.qkv, b.x)
         self.convolution.step()
+        normalize_heads(b, self.weights.head_norms)
         decode_heinsen.attend_heinsen(
             b.qkv,
             b.ids,
@@ -282,7 +297,7 @@ class LogPosition:
     def __init__(self, buffers, embedding, state):
         self.buffers, self.log_x = buffers, float32(state.log_x)
         self.dense = Linear(float32(embedding.dense.weight), float32(embedding.dense.bias))
-        self.hidden = buffers.h.view(2, buffers.B, -1)[0]  # it is read before h is written
+        self.hidden = buffers.zeros(buffers.B, self.dense.weight.shape[0])
 
     def step(self):
         b = self.buffers

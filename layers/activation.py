@@ -1,5 +1,5 @@
 """The activations of the MLP, by their names in ACTIVATIONS: one of your own is a line there. The decoder's kernels
-know GELU; with another activation a GPU generates with GPT.step.
+know GELU and SwiGLU; with another activation a GPU generates with GPT.step.
 
 Compiled for a GPU, the exact GELU takes fewer instructions than erf does.
 """
@@ -63,4 +63,17 @@ def gelu(x):
     return F.gelu(x)
 
 
-ACTIVATIONS = {"gelu": gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}  # gelu_tanh is GPT-2's
+def swiglu(x):
+    """Return silu(gate) * up [..., W] for x [..., 2 W], gate and up side by side."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS = {"gelu": gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "swiglu": swiglu}  # gelu_tanh is GPT-2's
+GATED = {"swiglu"}  # those that make one number of two
+
+
+def mlp_widths(config):
+    """Return how many numbers the MLP of a GPTConfig has before its activation, and after it."""
+    width = config.mlp_width or 4 * config.n_embd
+    return width * (1 + (config.activation in GATED)), width

@@ -103,12 +103,18 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dx.to(ctx.dtype), dw * grad, *5 * [None]
 
 
-def head_weight(embedding):
-    """Return the weight of an nn.Embedding, or all rows of a module in its place, such as LoRA's."""
-    weight = embedding.weight
-    if isinstance(embedding, torch.nn.Embedding):
+def head_weight(embedding, head=None):
+    """Return the weight [V, C] of the head: an nn.Linear, or if that is None an nn.Embedding.
+
+    Another module in the place of either, such as LoRA's, is asked for all rows.
+    """
+    layer = embedding if head is None else head
+    weight = layer.weight
+    if isinstance(layer, (torch.nn.Embedding, torch.nn.Linear)):
         return weight
-    return embedding(torch.arange(len(weight), device=weight.device))
+    if head is None:
+        return embedding(torch.arange(len(weight), device=weight.device))
+    return head(torch.eye(weight.shape[1], device=weight.device)).t()
 
 
 def head_loss(x, weight, targets, vocab_size, teacher):

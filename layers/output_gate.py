@@ -6,22 +6,13 @@ g is a product of the layer's input, as q, k and v are: c_attn has H more heads.
 has such a gate, "Gated Delta Networks" (Yang, Kautz, Hatamizadeh, 2024) this one.
 """
 
-import torch
-from torch import nn
 from torch.nn import functional as F
 
+from .norm import HeadNorm
 
-class OutputGate(nn.Module):
-    def __init__(self, head_dim):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(head_dim))
 
+class OutputGate(HeadNorm):
     def forward(self, y, gate):
         """Return z in y's dtype for y and gate [B, T, H, D]; it is computed in float32, or y's dtype if wider."""
         normalised = self.normalize(y)
         return (normalised * F.silu(gate.to(normalised.dtype))).to(y.dtype)
-
-    def normalize(self, y):
-        """Return w y / sqrt(mean(y^2) + 1e-5) in float32, or y's dtype if wider."""
-        y = y.to(torch.promote_types(y.dtype, torch.float32))
-        return F.rms_norm(y, y.shape[-1:], eps=1e-5) * self.weight

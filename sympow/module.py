@@ -7,7 +7,7 @@ from .layers.norm import norm_linear
 
 SETTINGS = (  # of GPTConfig that a layer takes
     "n_kv_head head_dim positions convolution output_gate window p gate gate_bias form chunk_size adaptive p_min p_max"
-    " rope_base bias"
+    " rope_base rope_unit bias qkv_bias qk_norm norm_eps"
 ).split()
 
 
@@ -33,8 +33,12 @@ class Attention(model.Attention):
     chunk_size     tokens a chunk in the chunked form; 0: chosen from p and head_dim
     adaptive       of adaptive_power: continuous (|q.k|^p(x)) or mixture (of even powers, linear in the length)
     p_min, p_max   of adaptive_power: the least and the largest p(x), 2.0 and 4.0
-    rope_base      N of the rotation: the longest document, 65536.0
+    rope_base      N: a token turns pair i = 0, 1, ... of a head by N^(-2i/D) units, 65536.0
+    rope_unit      turn: 2 pi, with the longest document for N; or radian: the customary one
     bias           True: biases in the linear layers
+    qkv_bias       True: biases in the linear layer of q, k and v alone
+    qk_norm        True: an RMSNorm of each head of q and of k, with norm_eps, before they are rotated
+    norm_eps       of qk_norm: 1e-5
     """
 
     def __init__(self, n_embd, n_head, *, attention="sympow_gating", **settings):

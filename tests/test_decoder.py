@@ -35,6 +35,8 @@ from sympow.model import GPT, GPTConfig  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("layer_norms")
 GPT2 = dict(p=2, bias=True, embedding_norm=False, activation="gelu_tanh")
+LLAMA = dict(norm="rmsnorm", norm_eps=1e-2, activation="swiglu", mlp_width=24, qk_norm=True, tied_head=False)
+LLAMA |= dict(rope_unit="radian", rope_base=100.0)
 
 
 def tiny(**kwargs):
@@ -93,6 +95,9 @@ MIXES = {
     "three": ("sympow_gating,softmax,heinsen", dict(n_kv_head=1, reset_token=3), [6, "never", None]),
     "flushes at different times": ("sympow,sympow_gating", {}, [5, 7]),
     "power with and without a state": ("sympow,even_power", {}, [6, "never"]),
+    "Qwen3, a convolution": ("softmax", dict(convolution=3, n_kv_head=1, qkv_bias=True, **LLAMA), None),
+    "Llama, converted": ("sympow_gating", dict(positions="rotary", embedding_norm=True, **LLAMA), [6]),
+    "Llama, heinsen": ("heinsen", LLAMA, None),
 }
 
 
@@ -348,7 +353,7 @@ def widen_mlp(model, monkeypatch):
 
 
 def replace_norm(model, monkeypatch):
-    model.transformer.h[0].ln_2 = torch.nn.RMSNorm(32, device=DEVICE)
+    model.transformer.h[0].ln_2 = torch.nn.Identity()
 
 
 @pytest.fixture
@@ -378,9 +383,9 @@ def read_and_generate(model, prompt, switch_over=None, num_samples=1, **options)
         (normalize_queries_and_keys, "sympow_gating", "logits differ by"),
         (normalize_queries_and_keys, "softmax", "logits differ by"),
         (change_activation, "heinsen", "logits differ by"),
-        (add_activation, "heinsen", "activation must be one of gelu, gelu_tanh, got 'relu2'"),
+        (add_activation, "heinsen", "activation must be one of gelu, gelu_tanh, swiglu, got 'relu2'"),
         (widen_mlp, "softmax", r"a linear layer has the shape \[256, 32\], not \[128, 32\]"),
-        (replace_norm, "softmax", "'RMSNorm' object has no attribute 'bias'"),
+        (replace_norm, "softmax", "'Identity' object has no attribute 'eps'"),
     ],
 )
 @torch.inference_mode()

@@ -55,4 +55,4 @@ class Teacher:
         if self.model is None:
             return {}
         x, _ = self.hidden(ids)
-        return {"teacher": (x, self.model.transformer.wte.weight, self.weight)}
+        return {"teacher": (x, self.model.head_weight(), self.weight)}

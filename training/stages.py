@@ -20,6 +20,7 @@ import torch
 from ..attention.operator.memory import free_memory
 from ..data.loader import Windows
 from ..data.mixture import HeldOut, MixedWindows, open_windows
+from ..layers.activation import mlp_widths
 from ..runs.program import refuse
 from ..runs.settings import accumulation_steps, divide_sequences, parse_stages
 
@@ -141,7 +142,8 @@ def check_memory(cfg, config, stages, device, world):
     gradient and two moments. world: the number of ranks, which may share these.
     """
     tokens = max(stage.batch_size * stage.block_size for stage in stages) // cfg.context_parallel
-    width = 2 * config.n_head * config.head_dim + 8 * config.n_embd * (config.residual == "gpt2")  # c_attn, c_proj, MLP
+    mlp = sum(mlp_widths(config)) * (config.residual == "gpt2")
+    width = 2 * config.n_head * config.head_dim + mlp  # c_attn, c_proj, MLP
     weights = 16 * config.n_embd * (config.vocab_size + config.n_layer * width) // (world if cfg.shard else 1)
     least, usual = (4 * number * config.n_layer * config.n_embd for number in KEPT[config.activation_checkpointing])
     need = weights + tokens * least

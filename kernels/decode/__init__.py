@@ -1,6 +1,6 @@
 """One token of generation on a GPU.
 
-linear     linear layers with LayerNorm before and GELU or a sum after
+linear     linear layers with a norm or SwiGLU before and GELU or a sum after
 cache      the KV cache, and its parts, which several programs read
 qkv        q, k and v of the token, its position and gates
 power      power attention over the state and the KV cache, and flushing the cache

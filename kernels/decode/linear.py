@@ -1,10 +1,11 @@
-"""Linear layers for the newest token of a few sequences, with LayerNorm before and GELU or a sum after, in one kernel.
+"""Linear layers for the newest token of a few sequences, with a norm or SwiGLU before and GELU or a sum after, in one
+kernel.
 
-    out = f(W layer_norm(x) + b),   out += f(..),   for W [N, K], and layer_norm(wte[id])
+    out = f(W norm(x) + b),   out += f(..),   out += W (silu(gate) * up) + b,   for W [N, K], and norm(wte[id])
 
 One sequence: a program has BN columns of W (rows of the array [N, K]) and all of x, on vector units. More sequences: a
-program has BM sequences and BN columns, on the matrix unit. The LayerNorm is computed again by every program, which
-costs less than a kernel of its own.
+program has BM sequences and BN columns, on the matrix unit. The norm, or SwiGLU, is computed again by every program,
+which costs less than a kernel of its own.
 
 Cost: N K weights are read once, however many sequences (up to 64) there are. With one sequence the limit is latency,
 with many the bandwidth. Sums are float32; x is rounded to the dtype of W before the product, as autocast does.
@@ -25,14 +26,16 @@ MIN_ROWS = 16  # smallest number of rows of the matrix unit; 2 or more sequences
 
 
 class Norm(NamedTuple):
-    """A LayerNorm before a linear layer: tensors, or pointers in a kernel."""
+    """A LayerNorm or RMSNorm before a linear layer: tensors, or pointers in a kernel."""
 
-    weight: Any = None  # [K] float32, None without a LayerNorm
+    weight: Any = None  # [K] float32, None without a norm
     bias: Any = None  # [K] float32 or None
+    eps: Any = 1e-5
+    rms: Any = None  # 1 for an RMSNorm, which subtracts no mean
 
 
 class Linear(NamedTuple):
-    """A linear layer, and the LayerNorm before it: tensors, or pointers in a kernel."""
+    """A linear layer, and the norm before it: tensors, or pointers in a kernel."""
 
     weight: Any  # [N, K]
     bias: Any = None  # [N] float32 or None
@@ -56,30 +59,32 @@ def wait_for_previous(PDL: tl.constexpr):
         gdc_wait()
 
 
-# ---- LayerNorm, embedding
+# ---- norm, embedding
 
 
 @triton.jit
 def load_norm(norm, k, K):
-    """Load a LayerNorm's weight and bias (zeros without one) at columns k, zeros beyond K."""
+    """Load a norm's weight and bias (zeros without one) at columns k, zeros beyond K."""
     weight = tl.load(norm.weight + k, mask=k < K, other=0.0)
     return weight, tl.load(norm.bias + k, mask=k < K, other=0.0) if norm.bias is not None else tl.zeros_like(weight)
 
 
 @triton.jit
-def normalize(x, weight, bias, k, K):
-    """Return layer_norm of one row x, zeros beyond K; k are all its columns."""
-    x = tl.where(k < K, x - tl.sum(x, 0) / K, 0.0)
-    return x / tl.sqrt(tl.sum(x * x, 0) / K + 1e-5) * weight + bias
+def normalize(x, norm, weight, bias, k, K):
+    """Return norm(x) of one row x, zeros beyond K, with what `load_norm` returned; k are all its columns."""
+    if norm.rms is None:
+        x = tl.where(k < K, x - tl.sum(x, 0) / K, 0.0)
+    return x / tl.sqrt(tl.sum(x * x, 0) / K + norm.eps) * weight + bias
 
 
 @triton.jit
-def _mean_and_scale(X, row, K, B, BM: tl.constexpr, BK: tl.constexpr):
-    """Return the mean and 1 / standard deviation of each row, [BM], as torch.nn.LayerNorm computes them."""
+def _mean_and_scale(X, norm, row, K, B, BM: tl.constexpr, BK: tl.constexpr):
+    """Return the mean (0 for an RMSNorm) and 1 / standard deviation of each row, [BM], as torch.nn computes them."""
     total = tl.zeros([BM, BK], tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        total += tl.load(X + row[:, None] * K + k[None, :], mask=(row[:, None] < B) & (k[None, :] < K), other=0.0)
+    if norm.rms is None:
+        for start in range(0, K, BK):
+            k = start + tl.arange(0, BK)
+            total += tl.load(X + row[:, None] * K + k[None, :], mask=(row[:, None] < B) & (k[None, :] < K), other=0.0)
     mean = tl.sum(total, 1) / K
     total = tl.zeros([BM, BK], tl.float32)
     for start in range(0, K, BK):
@@ -87,22 +92,22 @@ def _mean_and_scale(X, row, K, B, BM: tl.constexpr, BK: tl.constexpr):
         mask = (row[:, None] < B) & (k[None, :] < K)
         x = tl.load(X + row[:, None] * K + k[None, :], mask=mask, other=0.0) - mean[:, None]
         total += tl.where(mask, x * x, 0.0)
-    return mean, 1 / tl.sqrt(tl.sum(total, 1) / K + 1e-5)
+    return mean, 1 / tl.sqrt(tl.sum(total, 1) / K + norm.eps)
 
 
 @triton.jit
 def embed_kernel(IDS, WTE, norm, OUT, K, BK: tl.constexpr, PDL: tl.constexpr = False):
-    """Write layer_norm(wte[id]) of one sequence, in float32."""
+    """Write norm(wte[id]) of one sequence, in float32."""
     let_next_start(PDL)
     b, k = tl.program_id(0), tl.arange(0, BK)
     weight, bias = load_norm(norm, k, K)
     wait_for_previous(PDL)
     x = tl.load(WTE + tl.load(IDS + b) * K + k, mask=k < K, other=0.0).to(tl.float32)
-    tl.store(OUT + b * K + k, normalize(x, weight, bias, k, K), k < K)
+    tl.store(OUT + b * K + k, normalize(x, norm, weight, bias, k, K), k < K)
 
 
 def embed(ids, wte, norm, out):
-    """Write layer_norm(wte[ids]) to out [B, n_embd] float32; ids [B] int64, norm: a Norm."""
+    """Write norm(wte[ids]) to out [B, n_embd] float32; ids [B] int64, norm: a Norm."""
     K = wte.shape[1]
     embed_kernel[(len(ids),)](ids, wte, norm, out, K, BK=triton.next_power_of_2(K), **early_launch(out))
 
@@ -121,8 +126,9 @@ def _gelu(x, KIND: tl.constexpr):
 
 @triton.jit
 def _linear_of_one(
-    X, layer, OUT, N, K, BN: tl.constexpr, BK: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
-):
+    X, layer, OUT, N, K, BN: tl.constexpr, BK: tl.constexpr, GELU: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Compute `linear_kernel` for one sequence: BN columns of W, all of x at once, without the matrix unit."""
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     inside, columns = k < K, n < N
@@ -135,9 +141,11 @@ def _linear_of_one(
         weight, bias = load_norm(layer.norm, k, K)
     wait_for_previous(PDL)
     x = tl.load(X + k, mask=inside, other=0.0)
+    if GATED:
+        x *= tl.sigmoid(x) * tl.load(X + K + k, mask=inside, other=0.0)
     old = tl.load(OUT + n, mask=columns, other=0.0) if ADD else tl.zeros([BN], tl.float32)
     if layer.norm.weight is not None:
-        x = normalize(x, weight, bias, k, K)
+        x = normalize(x, layer.norm, weight, bias, k, K)
     y = tl.sum(w.to(tl.float32) * x.to(w.dtype).to(tl.float32)[None, :], 1) + layer_bias
     tl.store(OUT + n, old + (_gelu(y, GELU) if GELU else y), columns)
 
@@ -145,29 +153,33 @@ def _linear_of_one(
 @triton.jit
 def linear_kernel(
     X, layer, OUT, B, N, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GELU: tl.constexpr,
-    ADD: tl.constexpr, PDL: tl.constexpr = False,
+    GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Write f(x) W^T + bias to BM rows and BN columns of OUT [B, N] float32. Its rows are `stride` apart.
 
     x [B, K] float32 is normalised first if the layer has a norm, and rounded to the dtype of W [N, K]. f is GELU, of
-    the kind 1 or 2 that `_gelu` has, or nothing (0). With ADD the result is added to OUT.
+    the kind 1 or 2 that `_gelu` has, or nothing (0). With GATED x is silu(gate) * up, and X [B, 2 K] has gate and up
+    side by side. With ADD the result is added to OUT.
     """
     let_next_start(PDL)
     if BM == 1:
-        _linear_of_one(X, layer, OUT, N, K, BN, BK, GELU, ADD, PDL)
+        _linear_of_one(X, layer, OUT, N, K, BN, BK, GELU, GATED, ADD, PDL)
     else:
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         row = tl.program_id(1) * BM + tl.arange(0, BM)
         wait_for_previous(PDL)
         if layer.norm.weight is not None:
-            mean, scale = _mean_and_scale(X, row, K, B, BM, BK)
+            mean, scale = _mean_and_scale(X, layer.norm, row, K, B, BM, BK)
         acc = tl.zeros([BM, BN], tl.float32)
         for start in range(0, K, BK):
             k = start + tl.arange(0, BK)
             columns = layer.weight + tl.cast(n, tl.int64)[:, None] * K + k[None, :]
             w = tl.load(columns, mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
             mask = (row[:, None] < B) & (k[None, :] < K)
-            x = tl.load(X + row[:, None] * K + k[None, :], mask=mask, other=0.0)
+            x_entries = X + row[:, None] * (2 * K if GATED else K) + k[None, :]
+            x = tl.load(x_entries, mask=mask, other=0.0)
+            if GATED:
+                x *= tl.sigmoid(x) * tl.load(x_entries + K, mask=mask, other=0.0)
             if layer.norm.weight is not None:
                 weight, bias = load_norm(layer.norm, k, K)
                 x = (x - mean[:, None]) * scale[:, None] * weight[None, :] + bias[None, :]
@@ -192,11 +204,13 @@ def tile_sizes(B, N, K):
     return (triton.cdiv(N, BN), triton.cdiv(B, BM)), dict(BM=BM, BN=BN, BK=BK, num_stages=4)
 
 
-def linear(layer, out, x, *, gelu=0, add=False):
+def linear(layer, out, x, *, gelu=0, gated=False, add=False):
     """Write the result of a Linear layer to out [B, N] float32, or with `add` add it to out.
 
-    x [B, K] float32. gelu: 1 for GELU after the layer, 2 for its approximation by tanh.
+    x [B, K] float32. gelu: 1 for GELU after the layer, 2 for its approximation by tanh. gated: x is [B, 2 K], gate and
+    up, and silu(gate) * up comes before the layer, which has no norm.
     """
     (N, K), B = layer.weight.shape, len(out)
     grid, tiles = tile_sizes(B, N, K)
-    linear_kernel[grid](x, layer, out, B, N, K, out.stride(0), **tiles, GELU=gelu, ADD=add, **early_launch(x))
+    kinds = dict(GELU=gelu, GATED=gated, ADD=add)
+    linear_kernel[grid](x, layer, out, B, N, K, out.stride(0), **tiles, **kinds, **early_launch(x))

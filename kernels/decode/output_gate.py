@@ -1,6 +1,6 @@
 """The gate on the newest token's output (layers/output_gate.py), in place.
 
-    g = W layer_norm(x) + b,    y = w y / sqrt(mean(y^2) + 1e-5) silu(g)      y and g: a head's D numbers
+    g = W norm(x) + b,    y = w y / sqrt(mean(y^2) + 1e-5) silu(g)      y and g: a head's D numbers
 
     programs  one for each head of each sequence, after linear.py's kernel for g
     reads     2 D numbers, and writes D
@@ -20,7 +20,7 @@ from .linear import Linear, let_next_start, linear, wait_for_previous
 class OutputGate(NamedTuple):
     """The weights of a layer's gate."""
 
-    linear: Linear  # of g, with the LayerNorm before it
+    linear: Linear  # of g, with the norm before it
     weight: Any  # w [D] float32
 
 
@@ -40,7 +40,7 @@ def output_gate_kernel(Y, GATE, WEIGHT, D, BLOCK: tl.constexpr, PDL: tl.constexp
 def gate_output(layer, y, gate, x):
     """Overwrite the output y [B, H D] of attention with its gated one, and gate [B, H D] with g; both are float32.
 
-    layer: an OutputGate; x [B, n_embd] float32: the input of the layer before its LayerNorm.
+    layer: an OutputGate; x [B, n_embd] float32: the input of the layer before its norm.
     """
     linear(layer.linear, gate, x)
     D = len(layer.weight)

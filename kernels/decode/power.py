@@ -1,11 +1,11 @@
 """One token of generation on a GPU: five kernels per layer, which read the weights, the state and the KV cache once.
 
-    x = layer_norm(wte[id])                                         embed
+    x = norm(wte[id])                                               embed
     for every layer
-        q, k, v = W layer_norm(x) + b;  position, gates             qkv       1
+        q, k, v = W norm(x) + b;  position, gates                   qkv       1
         x += W attend(R q, R k, v)                                  attend    2, linear    3
-        x += W gelu(W layer_norm(x) + b) + b                        linear    4, linear    5
-    logits = wte layer_norm(x)                                      linear, then sampling.py
+        x += W gelu(W norm(x) + b) + b                              linear    4, linear    5
+    logits = wte norm(x)                                            linear, then sampling.py
 
     attend:  y = num / den,  num = decay phi(q) S + sum over cached t of decay_t (q . k_t)^p v_t,  den: z for S, 1 for v
 

@@ -1,9 +1,9 @@
 """The first kernel of a layer with a KV cache: q, k and v of the newest token, its position, rotation and gates.
 
-    q, k, v = W layer_norm(x) + b
-    u' = u + 1, or u + 1 + tanh(W_beta layer_norm(x))                    position
+    q, k, v = W norm(x) + b
+    u' = u + 1, or u + 1 + tanh(W_beta norm(x))                    position
     c = cos(2 pi rates u'), s = sin(2 pi rates u')                       rotation
-    log_g = logsigmoid(W_gamma layer_norm(x) + b), or -slope, or 0       gate_sums, resets
+    log_g = logsigmoid(W_gamma norm(x) + b), or -slope, or 0       gate_sums, resets
 
     programs  columns of W, as in linear.py; and one for each sequence and KV head, for its gate. The first head's also
               moves the position on.
@@ -62,7 +62,7 @@ def qkv_kernel(
     """
     program = tl.program_id(0) - tl.cdiv(N, BN)
     if program < 0:
-        linear_kernel(X, layer, OUT, B, N, K, N, BM, BN, BK, 0, False, PDL)
+        linear_kernel(X, layer, OUT, B, N, K, N, BM, BN, BK, 0, False, False, PDL)
     elif tl.program_id(1) == 0:
         let_next_start(PDL)
         b, h, k, d = program // HKV, program % HKV, tl.arange(0, WHOLE_ROW), tl.arange(0, D)
@@ -84,7 +84,7 @@ def qkv_kernel(
         wait_for_previous(PDL)
         if gates.weight is not None or place.beta is not None:
             x = tl.load(X + b * K + k, mask=inside, other=0.0)
-            x = normalize(x, norm_weight, norm_bias, k, K).to(ROUND).to(tl.float32)
+            x = normalize(x, layer.norm, norm_weight, norm_bias, k, K).to(ROUND).to(tl.float32)
         if place.beta is not None:
             position += 1 - 2 / (1 + tl.exp(2 * tl.sum(w_beta * x, 0)))  # tanh
             cos, sin = _rotation(position, place.rates, D)
