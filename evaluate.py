@@ -36,16 +36,17 @@ from sympow.data.tokenizer import load_tokenizer
 from sympow.model import GPTConfig
 from sympow.runs import checkpoint
 from sympow.runs.folder import fingerprint
-from sympow.runs.load import load_run, newest_run, no_checkpoint, transformers_type
+from sympow.runs.load import load_run, newest_run, no_checkpoint, training_context, transformers_type
 from sympow.runs.plots import choose_picture, means_by_position, plot_loss_by_position
 from sympow.runs.program import check_output, run_program, refuse
 from sympow.runs.scores import score_pieces
-from sympow.runs.settings import check_ranges, choose_device, final_context, read_settings
+from sympow.runs.settings import check_ranges, choose_device, read_settings
+from sympow.runs.source import open_source
 
 
 @dataclass
 class EvaluateConfig:
-    out_dir: str = ""  # a run's folder, or several; default: the newest in out/; for tasks also exports
+    out_dir: str = ""  # folders of runs, of export.py or of transformers; default: the newest in out/
     names: str = ""  # names of the runs in the table and the picture, separated by commas; default: their folders
     # loss by position
     dataset: str = ""  # a folder in data/, or any path; default: the one the run was trained on
@@ -105,7 +106,7 @@ def choose_runs(cfg):
     folders = [cfg.out_dir] if is_one else cfg.out_dir.split(",")
     folders = list(dict.fromkeys(os.path.normpath(folder) for folder in folders if folder)) or [newest_run()]
     for folder in folders:
-        if not (checkpoint.newest(folder) or (cfg.tasks and transformers_type(folder))):
+        if not (checkpoint.newest(folder) or transformers_type(folder)):
             refuse(no_checkpoint(folder))
     return dict(zip(choose_names(cfg.names, folders), folders))
 
@@ -122,8 +123,7 @@ def compare_positions(runs, cfg):
         losses = evaluate_run(folder, cfg, windows[name])
         report[name] = between_powers(losses.mean(0))
         means = [means_by_position(document) for document in losses]
-        context = final_context(checkpoint.settings(checkpoint.run_of(folder)))
-        curves[name] = means[0][0], [document_means for _, document_means in means], context
+        curves[name] = means[0][0], [document_means for _, document_means in means], training_context(folder)
     print(table(report, "position"))
     counts = [f"{len(curves[name][1]):,} documents of {windows[name].block_size:,} tokens" for name in runs]
     fewer = ", all there are" * any(len(losses) < cfg.documents for _, losses, _ in curves.values())
@@ -142,13 +142,19 @@ def open_documents(folder, cfg):
     """Return the Windows of the documents that a run is to read; refuse what does not fit."""
     run = checkpoint.run_of(folder)
     try:
-        settings = checkpoint.settings(run)
-        dataset = Dataset(cfg.dataset or settings["dataset"])
-        dataset.check_tokens(load_tokenizer(run), folder)
-        config = GPTConfig(**settings["model"])
+        if not transformers_type(folder):
+            settings = checkpoint.settings(run)
+            dataset, model = Dataset(cfg.dataset or settings["dataset"]), settings["model"]
+            dataset.check_tokens(load_tokenizer(run), folder)
+        elif cfg.dataset:
+            dataset = Dataset(cfg.dataset)
+            model = open_source(folder, dataset, "out_dir").model
+        else:
+            refuse(f"{folder} names no dataset: give --dataset")
+        config, context = GPTConfig(**model), training_context(folder)
         check_length(config, cfg.length, "--length")
         longest = dataset.tokens("val") if cfg.pack else dataset.document_length
-        length = cfg.length or min(4 * final_context(settings), longest, most_tokens(config))
+        length = cfg.length or min(4 * context or longest, longest, most_tokens(config))
         return Windows(dataset, "val", length, cfg.pack, name="length")
     except ValueError as error:
         refuse(error)

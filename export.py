@@ -29,7 +29,7 @@ from sympow.code import record_code
 from sympow.data.files import write_json
 from sympow.data.huggingface import tokenizers_json
 from sympow.runs import checkpoint
-from sympow.runs.load import load_run, longest_text, newest_run
+from sympow.runs.load import load_run, longest_text, newest_run, no_checkpoint, transformers_type
 from sympow.runs.program import run_program, refuse
 from sympow.runs.metrics import read_lines
 from sympow.runs.settings import read_settings
@@ -53,6 +53,8 @@ def main():
     settings, _ = read_settings((ExportConfig,), sys.argv[1:], usage=__doc__, folders=True)
     cfg = ExportConfig(**settings)
     target, run = Path(cfg.to), cfg.out_dir or newest_run()
+    if transformers_type(run):
+        refuse(no_checkpoint(run))
     is_ours = (target / "modeling_sympow.py").is_file()
     if not cfg.to or (target.exists() and not is_ours and (target.is_file() or any(target.iterdir()))):
         refuse(f"--to must be a new folder, or one that export.py wrote, got {cfg.to!r}")

@@ -7,8 +7,9 @@
     logits, state = model.step(ids, state)                         # then one token [B] at a time
 
 Differences from GPT-2: rotary positions instead of learned ones, a LayerNorm after the token embedding, the exact GELU,
-no biases, and whatever `attention` says; each can be set to be GPT-2's, or Llama's and Qwen3's (config/llama_small.py).
-Parameter names are nanoGPT's where the module exists there. generation/decoder.py repeats `GPT.step` on a GPU, and compares its logits with it before it generates.
+no biases, and whatever `attention` says; each can be set to be GPT-2's, or Llama's (config/llama_small.py). Parameter
+names are nanoGPT's where the module exists there. generation/decoder.py repeats `GPT.step` on a GPU, and compares its
+logits with it before it generates.
 """
 
 import math
@@ -78,10 +79,8 @@ class GPTConfig:
                 raise ValueError(f"{name} must be from 1 to {limit:,}, got {getattr(self, name)}")
         check_choice("activation", self.activation, ACTIVATIONS)
         check_choice("norm", self.norm, NORMS)
-        if not 0 < self.norm_eps < 1 or self.mlp_width < 0:
-            raise ValueError(
-                f"norm_eps must be in (0, 1) and mlp_width positive, or 0, got {self.norm_eps} and {self.mlp_width}"
-            )
+        if not 0 < self.norm_eps < 1:
+            raise ValueError(f"norm_eps must be in (0, 1), got {self.norm_eps}")
         check_layer(self)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
@@ -139,8 +138,8 @@ class Attention(nn.Module):
         channels = sum(self.heads[:3]) * config.head_dim
         self.conv = Convolution(channels, config.convolution) if config.convolution else None
         self.output_gate = OutputGate(config.head_dim) if config.output_gate else None
-        norms = (HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else None for _ in range(2))
-        self.q_norm, self.k_norm = norms
+        self.q_norm = HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.dropout = config.dropout
 
     def project(self, x, norm, shape):
@@ -196,7 +195,7 @@ class GPT(nn.Module):
         layers = [config.layer(i) for i in range(config.n_layer)]
         self.transformer = nn.ModuleDict(
             dict(
-                wte=nn.Embedding(math.ceil(config.vocab_size / 64) * 64, config.n_embd),  # the head too, if that is tied
+                wte=nn.Embedding(math.ceil(config.vocab_size / 64) * 64, config.n_embd),  # the head too if it is tied
                 ln_wte=make_norm(config) if config.embedding_norm else nn.Identity(),
                 h=nn.ModuleList(map(Block, layers)),
                 ln_f=make_norm(config),

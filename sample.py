@@ -26,6 +26,7 @@ from sympow.data.progress import bar
 from sympow.generation import state_file
 from sympow.generation.generate import generate
 from sympow.generation.steps import Timings, cache_dtype, read_prompt
+from sympow.runs import checkpoint
 from sympow.runs.load import load_run, newest_run
 from sympow.runs.program import check_output, run_program, refuse
 from sympow.runs.settings import check_ranges, read_settings
@@ -33,7 +34,7 @@ from sympow.runs.settings import check_ranges, read_settings
 
 @dataclass
 class SampleConfig:
-    out_dir: str = ""  # a run's folder, also without --out_dir=; default: the run of load_state, or the newest in out/
+    out_dir: str = ""  # a folder, also without --out_dir=: a run's, export.py's, transformers'; default: the newest run
     prompt: str = ""  # a text, or FILE:path
     num_samples: int = 1
     max_new_tokens: int = 500
@@ -70,7 +71,7 @@ def main():
     except (MemoryError, torch.OutOfMemoryError) as error:
         sys.exit(f"sample.py: {str(error).splitlines()[0]}")
     report = timings.report(cfg.num_samples, len(prompt))
-    print_summary(os.path.dirname(os.path.dirname(folder)), model, device, report, limit)
+    print_summary(checkpoint.run_of(folder), model, device, report, limit)
     if cfg.json:
         print(json.dumps(report))
 

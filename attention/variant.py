@@ -55,7 +55,7 @@ def check_layer(config):
 
     config: a GPTConfig. `Variant.check` knows the settings that one attention takes.
     """
-    for name, least in dict(n_head=1, n_embd=1, n_kv_head=0, head_dim=0).items():
+    for name, least in dict(n_head=1, n_embd=1, n_kv_head=0, head_dim=0, mlp_width=0).items():
         if getattr(config, name) < least:
             raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
     if not config.head_dim and config.n_embd % config.n_head:

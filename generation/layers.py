@@ -105,8 +105,8 @@ class Convolution:
 
 def normalize_heads(buffers, head_norms):
     """Normalise the heads of q and of k, as layers/mixing.py does, if there are head_norms."""
-    b, c = buffers, buffers.config
-    heads = b.qkv.view(b.B, -1, c.head_dim).split((c.n_head, c.n_kv_head, c.n_kv_head), 1)
+    c = buffers.config
+    heads = buffers.qkv.view(buffers.B, -1, c.head_dim).split((c.n_head, c.n_kv_head, c.n_kv_head), 1)
     for x, weight in zip(heads, head_norms):
         x.copy_(F.rms_norm(x, weight.shape, weight, c.norm_eps))
 

@@ -65,7 +65,7 @@ def gelu(x):
 
 def swiglu(x):
     """Return silu(gate) * up [..., W] for x [..., 2 W], gate and up side by side."""
-    gate, up = x.chunk(2, dim=-1)
+    gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
 

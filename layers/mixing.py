@@ -14,9 +14,9 @@ def projected_heads(config):
 def mix_tokens(layer, x, heads, resets, state):
     """Run layer.conv, layer.mix and layer.output_gate, and return (y [B, T, H, D], the state after these tokens).
 
-    layer.mix is a Variant, conv a Convolution or None, output_gate an OutputGate or None, q_norm and k_norm HeadNorms or
-    None. heads: q, k and v together,
-    [B, T, H + 2 Hkv, D], and behind them H heads more with an output gate. x, resets, state: as for Variant.forward.
+    layer.mix is a Variant, conv a Convolution or None, output_gate an OutputGate or None, q_norm and k_norm are
+    HeadNorms or None. heads: q, k and v together, [B, T, H + 2 Hkv, D], and behind them H heads more with an output
+    gate. x, resets, state: as for Variant.forward.
     """
     qkv, gate = split_heads(layer, heads)
     inputs = None
@@ -44,7 +44,7 @@ def normalize_heads(layer, qkv):
     if layer.q_norm is None:
         return qkv
     q, k, v = layer.mix.split(qkv)
-    return torch.cat((layer.q_norm(q), layer.k_norm(k), v), dim=2)
+    return torch.cat((layer.q_norm(q), layer.k_norm(k), v), dim=2).to(qkv.dtype)
 
 
 def split_heads(layer, heads):

@@ -1,10 +1,10 @@
 """The norms of a model, and how their gain becomes a part of the next linear's weight, so that torch.compile on a GPU
 writes one tensor less.
 
-For LayerNorm and RMSNorm norm(x) W^T is x' (W diag(w))^T, where x' is x normalised without the gain w. So x' is all that must be written, in the
-dtype of the product, and the backward pass reads it too instead of a float32 copy. w is multiplied where W is cast, and
-its gradient follows from the gradient of W diag(w), without another sum over tokens. W belongs to the next linear
-layer, to gates, or to the head.
+For LayerNorm and RMSNorm norm(x) W^T is x' (W diag(w))^T, where x' is x normalised without the gain w. So x' is all
+that must be written, in the dtype of the product, and the backward pass reads it too instead of a float32 copy. w is
+multiplied where W is cast, and its gradient follows from the gradient of W diag(w), without another sum over tokens. W
+belongs to the next linear layer, to gates, or to the head.
 """
 
 import torch
@@ -33,14 +33,10 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(head_dim)), eps
 
-    def normalize(self, x):
+    def forward(self, x):
         """Return it for x [B, T, H, D] in float32, or x's dtype if wider."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
-
-    def forward(self, x):
-        """Return it in x's dtype."""
-        return self.normalize(x).to(x.dtype)
 
 
 class Normalize(torch.autograd.Function):

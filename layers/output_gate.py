@@ -14,5 +14,5 @@ from .norm import HeadNorm
 class OutputGate(HeadNorm):
     def forward(self, y, gate):
         """Return z in y's dtype for y and gate [B, T, H, D]; it is computed in float32, or y's dtype if wider."""
-        normalised = self.normalize(y)
+        normalised = super().forward(y)
         return (normalised * F.silu(gate.to(normalised.dtype))).to(y.dtype)

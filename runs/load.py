@@ -2,7 +2,8 @@
 
     folder, model, tokenizer, device, autocast = load_run(out_dir or newest_run())
 
-A folder that export.py wrote has the model without the run: `load_exported`. No code in a folder is ever run.
+A folder that export.py or transformers wrote has the model without the run: `load_folder`. No code in a folder is ever
+run.
 """
 
 import glob
@@ -20,11 +21,10 @@ from ..data.tokenizer import Tokenizer, load_tokenizer
 from ..model import GPT, GPTConfig
 from . import checkpoint
 from .machine import check_kernels_of_prompts
-from .parts import Tensors
 from .processes import warn
 from .program import refuse
 from .settings import choose_device, final_context
-from .source import exported_settings
+from .source import read_folder
 from .starts import last_code
 
 
@@ -32,12 +32,21 @@ from .starts import last_code
 def load_run(path, device="auto", dtype="auto"):
     """Return the checkpoint's folder, its model, its tokenizer, the device and the autocast context to use.
 
-    path: a run's folder or one of its checkpoints; device and dtype: settings as of train.py. The checksums of the
+    path: a run's folder, one of its checkpoints, or a folder that export.py or transformers wrote, which is then the
+    "checkpoint's folder" too; device and dtype: settings as of train.py. The checksums of the
     weights are compared: a damaged checkpoint is named on stderr and left out for the one before it. If training
     removes it while it is read, a newer one is chosen. Refuse a run without a checkpoint, or with a config.json or
     tokenizer that cannot be read or does not fit.
     """
     run, (device, autocast) = checkpoint.run_of(path), choose_precision(device, dtype)
+    if transformers_type(path):
+        try:
+            model, tokenizer = load_folder(path, device)
+            with autocast:
+                check_kernels_of_prompts(model)
+            return path, model, tokenizer, device, autocast
+        except (OSError, ValueError) as error:
+            refuse(error)
     while folder := checkpoint.newest(path, True, warn, checkpoint.WEIGHTS):
         try:
             settings, tokenizer = checkpoint.settings(run, folder), load_tokenizer(run)
@@ -54,17 +63,19 @@ def load_run(path, device="auto", dtype="auto"):
     refuse(no_checkpoint(path))
 
 
-def load_exported(path, device):
-    """Return the model and the tokenizer in a folder that export.py wrote.
+def load_folder(path, device):
+    """Return the model and the tokenizer in a folder that export.py or transformers wrote.
 
-    Raises ValueError or RuntimeError if the folder is damaged.
+    A model of transformers that has more ids than its tokenizer has tokens loses them. Raises OSError or ValueError if
+    the folder is damaged, or has a model that this repository cannot have.
     """
-    settings = exported_settings(read_json(os.path.join(path, "config.json")), path)
-    model, tokenizer = GPT(GPTConfig(**settings)), read_huggingface(os.path.join(path, "tokenizer.json"))
-    with Tensors(path, "model") as saved:
-        model.load_state_dict({name.removeprefix("gpt."): saved.read(name) for name in saved.shapes})
-    if tokenizer.n_vocab != model.config.vocab_size:
-        raise DataError("its tokenizer has another number of tokens than its model")
+    source = read_folder(path, read_json(os.path.join(path, "config.json")), path)
+    tokenizer = read_huggingface(os.path.join(path, "tokenizer.json"))
+    if tokenizer.n_vocab > source.model["vocab_size"]:
+        raise DataError(f"the tokenizer in {path} has more tokens than its model")
+    model = GPT(GPTConfig(**{**source.model, "vocab_size": tokenizer.n_vocab}))
+    source.check(model.config, fresh=False)
+    source.fill(model)
     return model.to(device).eval(), Tokenizer("huggingface", tokenizer)
 
 
@@ -83,20 +94,14 @@ def transformers_type(path):
     return ""
 
 
-def is_exported(path):
-    """Return True for a folder that export.py has written."""
-    return transformers_type(path) == "sympow"
-
-
 def longest_text(path):
     """Return how many tokens the model of a run, or of an exported folder, is to read at most; None for any number.
 
     Softmax has not learned distances beyond the training context, unless its window hides them, and learned positions
     end with their table. Power attention with rotary positions has no limit.
     """
-    if is_exported(path):
-        limit = read_json(os.path.join(path, "config.json")).get("max_position_embeddings")
-        return limit and int(limit)
+    if transformers_type(path):
+        return training_context(path) or None
     settings = checkpoint.settings(checkpoint.run_of(path))
     model, limits = settings["model"], []
     context = final_context(settings)
@@ -105,6 +110,14 @@ def longest_text(path):
     if model["positions"] == "learned":
         limits.append(model["n_positions"])
     return min(limits, default=None)
+
+
+def training_context(path):
+    """Return the final context of a run, or the one that config.json in a folder of transformers names, else 0."""
+    if not transformers_type(path):
+        return final_context(checkpoint.settings(checkpoint.run_of(path)))
+    config = read_json(os.path.join(path, "config.json"))
+    return int(config.get("max_position_embeddings") or 0)
 
 
 def newest_run():
@@ -116,8 +129,8 @@ def newest_run():
 
 def no_checkpoint(run):
     """Return a message that a run has no checkpoint, which names the runs that have one, or says what takes it."""
-    if is_exported(run):
-        return f"{run} is an exported model: name its run here (evaluate.py --tasks and train.py --init_from take it)"
+    if kind := transformers_type(run):
+        return f"{run} is no run but a model of type {kind}: `python train.py --init_from={run} ...` makes a run of it"
     if checkpoint.exists(run):
         return f"no checkpoint in {run} can be used"
     if os.path.exists(os.path.join(run, "config.json")):

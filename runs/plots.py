@@ -71,7 +71,7 @@ def plot_loss_by_position(curves, png):
         mean, error = mean_and_standard_error(losses)
         (line,) = axis.plot(positions, mean, label=name.replace("$", r"\$"))
         axis.fill_between(positions, mean - error, mean + error, color=line.get_color(), alpha=0.2, linewidth=0)
-        if context <= positions[-1]:
+        if 0 < context <= positions[-1]:
             axis.axvline(context, color="#777777", linestyle="--", linewidth=1)
         ends.append(mean[-1])
     title = "Lines are means over documents, bands are standard errors.\nDashed lines are training contexts."

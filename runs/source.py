@@ -1,6 +1,7 @@
-"""Weights from elsewhere, for --init_from and --distill_from: of a run, of a folder of export.py, or GPT-2's.
+"""Weights from elsewhere, for --init_from and --distill_from: of a run, of a folder of export.py or transformers, or of
+the hub.
 
-    source = open_source("out/a", dataset)       # or out/a/ckpt/step_00001000, hf/a, gpt2, or a folder of transformers
+    source = open_source("out/a", dataset)       # or out/a/ckpt/step_00001000, hf/a, gpt2, HuggingFaceTB/SmolLM2-135M
     config = GPTConfig(**source.model)           # of the model that has these weights, or of one with other settings
     source.check(config)                         # raises ValueError if such a model cannot take the weights
     source.fill(model)
@@ -8,8 +9,8 @@
 
 A model with another attention takes all weights that it has by the same name: embeddings, q, k, v, output, MLP and
 norms. An attention's own weights (gates, the speed of a rotation, the network of adaptive powers) stay as the new model
-made them, and so do weights that no layer of the source has, such as a QK-norm that was added to model.py.
-GPT-2's table of positions is left out where the model rotates.
+made them, and so do weights that no layer of the source has, such as a norm that was added to model.py. GPT-2's table
+of positions is left out where the model rotates.
 """
 
 import hashlib
@@ -30,30 +31,27 @@ from ..data.tokenizer import load_tokenizer
 from ..layers.mixing import projected_heads
 from ..model import GPTConfig
 from . import checkpoint
+from .families import FAMILIES, join, settings_of, stored_names
 from .parts import Tensors, compare_shapes, own_rows, read_shapes, shapes_of
 from .processes import warn
 from .settings import fields_of, from_launcher
 from .starts import last_code
 
 HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
-GPT2 = dict(attention="softmax", bias=True, positions="learned", embedding_norm=False)
-SIZES = {"vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
-ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}  # transformers' names
-# the values in transformers' GPT2Config, all of them its defaults, that a model must have to be GPT-2
-FIXED = {
-    "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True,
-    "add_cross_attention": False,
-    "scale_attn_by_inverse_layer_idx": False,
-    "tie_word_embeddings": True,
-}
-NOT_WEIGHTS = re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias|lm_head\.weight")  # masks, and the embedding again
-TRANSPOSED = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.weight")  # transformers' Conv1D
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+FILES = "config.json", "model*.safetensors", "tokenizer.json", "tokenizer_config.json"  # of a repository on the hub
+VOCABULARY = "transformer.wte.weight", "lm_head.weight"  # have a row for each token, and padding
+# settings that came later: a fingerprint leaves them out, so that it stays what it was
+LATER = "norm norm_eps qkv_bias qk_norm tied_head mlp_width rope_unit".split()
 OPTIONAL = re.compile(r"transformer\.(h\.\d+\.attn\.(mix|conv)|wpe)\..+")  # weights of some attentions
 LAYER = re.compile(r"\bh\.\d+")
-OF_SHAPES = "n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "output_gate"  # settings that decide shapes
+# settings that decide shapes, and others that a line on the weights names if they change
+OF_SHAPES = "n_layer n_embd n_head n_kv_head head_dim output_gate mlp_width qkv_bias qk_norm tied_head".split()
+NAMED = "attention positions window norm activation rope_unit".split()
 # weights that every source has; others that no layer has are new
-REQUIRED = re.compile(r"transformer\.(wte|ln_f|h\.\*\.(ln_[12]|attn\.c_(attn|proj)|mlp\.c_(fc|proj)))\.weight")
+REQUIRED = re.compile(
+    r"lm_head\.weight|transformer\.(wte|ln_f|h\.\*\.(ln_[12]|attn\.(c_(attn|proj)|[qk]_norm)|mlp\.c_(fc|proj)))\.weight"
+)
 
 
 class Source:
@@ -62,26 +60,26 @@ class Source:
     Attributes: path (as it was given, or of the checkpoint), model (its settings, a dict of fields of GPTConfig).
     """
 
-    def __init__(self, path, model, folder, gpt2=False):
+    def __init__(self, path, model, folder, kind="sympow"):
         """Read the names and shapes in the folder's files.
 
-        gpt2: they have transformers' GPT-2; else they have our names, perhaps after "gpt.". Raises ValueError if a file
-        cannot be read.
+        kind: a name in FAMILIES, of a model of transformers; else the files have our names, perhaps after "gpt.".
+        Raises ValueError if a file cannot be read.
         """
-        self.path, self.model, self.folder = path, model, folder
-        self.stored_names, self.shapes, self.transposed = {}, {}, set()  # by our names
-        for stored_name, shape in read_shapes(folder, "model").items():
-            name = stored_name.removeprefix("gpt.")
-            if gpt2 and not name.startswith(("transformer.", "lm_head.")):
-                name = f"transformer.{name}"
-            if gpt2 and NOT_WEIGHTS.fullmatch(name):
-                continue
-            if gpt2 and TRANSPOSED.fullmatch(name):
-                self.transposed.add(name)
-                shape = shape[::-1]
-            if name == "transformer.wte.weight":
-                shape = [-(-shape[0] // 64) * 64, *shape[1:]]  # our embedding is padded, theirs need not be
-            self.stored_names[name], self.shapes[name] = stored_name, shape
+        self.path, self.model, self.folder, self.kind = path, model, folder, kind
+        stored, self.shapes = read_shapes(folder, "model"), {}  # by our names
+        self.stored_names = stored_names(kind, stored, model)
+        with one_line(folder, "has tensors that do not belong together"), torch.device("meta"):
+            for name, parts in self.stored_names.items():
+                shape = [*self._join(name, lambda part: torch.empty(stored[part])).shape]
+                if name in VOCABULARY:  # ours are padded, theirs need not be
+                    shape[0] = -(-shape[0] // 64) * 64
+                self.shapes[name] = shape
+
+    def _join(self, name, read):
+        """Return a tensor as this repository has it from its parts; read: a function of a name in a file."""
+        parts = self.stored_names[name]
+        return join(self.kind, parts, [*map(read, parts)], GPTConfig(**self.model).head_dim)
 
     def check(self, config, fresh=True):
         """Raise ValueError if a model of this GPTConfig cannot take these weights. fresh: it may have weights that no
@@ -99,6 +97,8 @@ class Source:
             raise ValueError(f"{self.path} has no table of positions: use positions={own.positions}")
         shapes, expected = dict(self.shapes), shapes_of(config)
         stored = {LAYER.sub("h.*", name) for name in shapes}
+        if own.vocab_size > config.vocab_size:  # some models have more rows than there are tokens
+            shapes |= {name: expected[name] for name in VOCABULARY if name in shapes and name in expected}
         for name in shapes.keys() ^ expected.keys():
             general = LAYER.sub("h.*", name)
             if OPTIONAL.fullmatch(name) or (fresh and general not in stored and not REQUIRED.fullmatch(general)):
@@ -115,7 +115,7 @@ class Source:
     def describe(self, config):
         """Return a line that says which weights are new in a model of this GPTConfig, and which are dropped."""
         changes, own = [], GPTConfig(**self.model)
-        for name in ("attention", "positions", "window"):
+        for name in NAMED:
             if getattr(own, name) != getattr(config, name):
                 changes.append(f"{name}={getattr(own, name)} becomes {getattr(config, name)}")
         shapes = shapes_of(config)
@@ -133,26 +133,27 @@ class Source:
                     if name.endswith(".attn.conv.weight"):
                         x.zero_()  # so that the model begins as its source
                     continue
-                stored_name = self.stored_names[name]
-                if [*x.shape] == saved.shapes[stored_name] and name not in self.transposed:
-                    saved.fill(stored_name, x)
+                parts = self.stored_names[name]
+                if self.kind == "sympow" and [*x.shape] == saved.shapes[parts[0]]:
+                    saved.fill(parts[0], x)
                     continue
-                tensor = saved.read(stored_name)
-                tensor = tensor.t() if name in self.transposed else tensor
+                tensor = self._join(name, saved.read)
                 rows, first = own_rows(x)
-                rows.copy_(F.pad(tensor, (0, 0, 0, len(x) - len(tensor)))[first : first + len(rows)])
+                padding = [0, 0] * (tensor.dim() - 1) + [0, len(x) - len(tensor)]  # below 0: rows of no token
+                rows.copy_(F.pad(tensor, padding)[first : first + len(rows)])
 
     def fingerprint(self):
         """Return a hash of the settings and of all vectors among the weights, the norms and biases.
 
         No two trainings share them, and they are read in no time.
         """
-        digest = hashlib.sha256(json.dumps(self.model, sort_keys=True).encode())
+        settings = {name: x for name, x in self.model.items() if name not in LATER}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         with Tensors(self.folder, "model") as saved:
-            for name, stored_name in sorted(self.stored_names.items()):
+            for name in sorted(self.stored_names):
                 digest.update(f"{name} {self.shapes[name]}".encode())
                 if len(self.shapes[name]) == 1:
-                    digest.update(saved.read(stored_name).float().numpy().data)
+                    digest.update(self._join(name, saved.read).float().numpy().data)
         return digest.hexdigest()[:16]
 
 
@@ -191,23 +192,45 @@ def choose_model(cfg, arguments, dataset, saved):
 
 def open_source(path, dataset, setting="init_from"):
     """Return the Source at `path`: a run's folder or a checkpoint, a folder that export.py or transformers wrote, or a
-    name in HUB, which is downloaded unless it is in the cache.
+    name on the hub, as OWNER/NAME or in HUB, which is downloaded unless it is in the cache.
 
     Raises ValueError if there are no whole weights there, or if its tokens are not the dataset's. setting: the name of
     the setting that gives the path, for messages.
     """
-    folder = download(path) if path in HUB and not os.path.isdir(path) else path
+    folder = download(path) if is_on_hub(path) else path
     config_file = os.path.join(folder, "config.json")
     config = read_json(config_file) if os.path.isfile(config_file) else {}
     if "model_type" not in config:
         return open_run(path, dataset, setting)
-    kind = config["model_type"]
-    if kind not in ("gpt2", "sympow"):
-        raise ValueError(f"{setting}: {path} has a model of type {kind!r}, neither sympow nor gpt2")
-    settings = gpt2_settings(config, path) if kind == "gpt2" else exported_settings(config, path)
-    source = Source(path, settings, folder, gpt2=kind == "gpt2")
-    check_tokens(folder, config, dataset, path)
+    source = read_folder(folder, config, path)
+    check_tokens(source, config, dataset)
     return source
+
+
+def is_on_hub(path):
+    """Return True for a name in HUB or OWNER/NAME, but not for a folder, nor for a path that begins with one."""
+    owner = os.path.dirname(path)
+    local = os.path.isdir(path) or os.path.isdir(owner) or owner == "out"
+    return not local and (path in HUB or HUB_NAME.fullmatch(path) is not None)
+
+
+def read_folder(folder, config, path):
+    """Return the Source of a folder that export.py or transformers wrote. config: the contents of its config.json.
+
+    path: its name for messages. Warns if other code trained an exported model. Raises ValueError for a model that this
+    repository cannot have.
+    """
+    kind = config["model_type"]
+    if kind != "sympow" and kind not in FAMILIES:
+        raise ValueError(f"{path} has a model of type {kind!r}, which is none of sympow, {', '.join(FAMILIES)}")
+    with one_line(f"config.json in {path}", "is not of a model of this version"):
+        if kind == "sympow":
+            warn_of_changes(f"{path} was trained with", config.get("code"))
+            settings = with_defaults(GPTConfig, config["model"])
+        else:
+            settings = settings_of(config, path)
+        GPTConfig(**settings)
+    return Source(path, settings, folder, kind)
 
 
 def open_run(path, dataset, setting):
@@ -217,69 +240,39 @@ def open_run(path, dataset, setting):
         resume = "auto, scratch, " if setting == "init_from" else ""
         raise ValueError(
             f"{setting}: there is no whole checkpoint in {path}; give {resume}a run's folder, one that export.py "
-            f"wrote, one with a GPT-2 that transformers wrote, or one of {', '.join(HUB)}"
+            f"wrote, one that transformers wrote, OWNER/NAME on the hub, or one of {', '.join(HUB)}"
         )
     dataset.check_tokens(load_tokenizer(run), path)
     warn_of_changes(f"{run} was last trained with", last_code(folder))
     return Source(folder, checkpoint.settings(run, folder)["model"], folder)
 
 
-def exported_settings(config, path):
-    """Return the model's settings in the config.json of a folder that export.py wrote.
+def check_tokens(source, config, dataset):
+    """Raise ValueError if a dataset has other tokens than the Source of a folder of transformers.
 
-    Warns if other code trained the model. Raises ValueError if this version does not know the settings.
+    They are compared by its tokenizer.json or, without one, by their number and the end of text. config: the contents
+    of its config.json.
     """
-    warn_of_changes(f"{path} was trained with", config.get("code"))
-    try:
-        model = with_defaults(GPTConfig, config["model"])
-        GPTConfig(**model)
-        return model
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"config.json in {path} is not of a model of this version: {error}") from None
-
-
-def gpt2_settings(config, path):
-    """Return the settings with which this repository's model is the GPT-2 of transformers' config.json.
-
-    Raises ValueError for a GPT-2 that differs from OpenAI's in more than its sizes.
-    """
-    sizes = {name: config.get(name, size) for name, size in SIZES.items()}
-    differences = {name: config[name] for name, value in FIXED.items() if config.get(name, value) != value}
-    if config.get("n_inner") not in (None, 4 * sizes["n_embd"]):
-        differences["n_inner"] = config["n_inner"]
-    activation = config.get("activation_function", "gelu_new")
-    if activation not in ACTIVATIONS:
-        differences["activation_function"] = activation
-    if differences:
-        names = ", ".join(f"{name}={value}" for name, value in differences.items())
-        raise ValueError(f"{path} is not GPT-2 as this model can be it: its config.json has {names}")
-    return {**RECIPE, **sizes, **GPT2, "activation": ACTIVATIONS[activation]}
-
-
-def check_tokens(folder, config, dataset, path):
-    """Raise ValueError if a dataset has other tokens than the model in transformers' folder.
-
-    They are compared by its tokenizer.json or, without one, by their number and the end of text.
-    """
-    size, end = config.get("vocab_size", 50257), config.get("eos_token_id", 50256)
-    equal = size == dataset.vocab_size and end in (None, dataset.eot)
-    tokenizer = os.path.join(folder, "tokenizer.json")
-    if equal and dataset.tokenizer.kind != "ids" and os.path.isfile(tokenizer):
+    size, end = source.model["vocab_size"], config.get("eos_token_id", 50256)
+    tokenizer = os.path.join(source.folder, "tokenizer.json")
+    if dataset.tokenizer.kind != "ids" and os.path.isfile(tokenizer):
         Tokenizer = need("tokenizers").Tokenizer
         with one_line(tokenizer):
             vocabulary = Tokenizer.from_file(tokenizer).get_vocab(with_added_tokens=True)
         text, _ = tokenizers_json(dataset.tokenizer)
         equal = vocabulary == Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
+    else:
+        equal = size == dataset.vocab_size and end in (None, dataset.eot)
     if not equal:
         raise ValueError(
-            f"the tokens of {path} ({size:,} ids, end of text {end}) are not those of the dataset {dataset.name} "
-            f"({dataset.tokenizer.kind}, {dataset.vocab_size:,} ids, end of text {dataset.eot}): prepare it with its "
-            f"tokenizer, --tokenizer={tokenizer} or gpt2"
+            f"the tokens of {source.path} ({size:,} ids, end of text {end}) are not those of the dataset "
+            f"{dataset.name} ({dataset.tokenizer.kind}, {dataset.vocab_size:,} ids, end of text {dataset.eot}): "
+            f"prepare it with its tokenizer, --tokenizer={tokenizer} or gpt2"
         )
 
 
 def download(name):
-    """Return the folder of huggingface_hub's cache with config.json and the weights of GPT-2.
+    """Return the folder of huggingface_hub's cache with config.json and the weights of a model, all of one commit.
 
     Every rank calls it before the ranks know each other. If ranks share a cache, one of them downloads: a file lock of
     huggingface_hub lets the others wait, and then they find the file. Raises ValueError if the download fails.
@@ -289,12 +282,10 @@ def download(name):
     if from_launcher("LOCAL_RANK"):
         utils.disable_progress_bars()
     try:
-        folder = os.path.dirname(hub.hf_hub_download(HUB[name], "config.json"))
-        hub.hf_hub_download(HUB[name], "model.safetensors", revision=os.path.basename(folder))  # of the same commit
-        return folder
+        return hub.snapshot_download(HUB.get(name, name), allow_patterns=FILES)
     except Exception as error:  # whatever the network layer raises
         raise ValueError(
-            f"{name} cannot be downloaded from {HUB[name]} ({describe_error(error)}): go online "
+            f"{name} cannot be downloaded from the hub, and is no folder here ({describe_error(error)}): go online "
             "once, which fills the cache (HF_HOME), or copy config.json and model.safetensors into a folder and give "
             "its path"
         ) from error

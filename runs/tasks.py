@@ -23,8 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from sympow.modeling import SympowConfig, SympowForCausalLM
 from ..data import DataError, describe_error
 from ..data.huggingface import one_line, tokenizers_json
-from .load import choose_precision, is_exported, load_exported, load_run
-from .load import longest_text, transformers_type
+from .load import load_run, longest_text, transformers_type
 from .settings import choose_device
 
 BOOTSTRAP_SAMPLES = 1000  # behind the standard error of a perplexity; lm_eval's own 100,000 take minutes
@@ -86,10 +85,7 @@ def load_model(folder, cfg):
 
 def load_own(folder, cfg):
     """Return the model and the tokenizer of a run, or of an exported run, as transformers has them."""
-    if is_exported(folder):
-        model, tokenizer = load_exported(folder, choose_precision(cfg.device, cfg.dtype)[0])
-    else:
-        _, model, tokenizer, *_ = load_run(folder, cfg.device, cfg.dtype)
+    _, model, tokenizer, *_ = load_run(folder, cfg.device, cfg.dtype)
     with torch.device("meta"):
         wrapper = SympowForCausalLM(SympowConfig(vars(model.config), eos_token_id=tokenizer.eot))
     wrapper.gpt = model

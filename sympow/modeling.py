@@ -44,7 +44,8 @@ class SympowConfig(PretrainedConfig):
             gpt = GPTConfig(**self.model)
         except TypeError as error:  # a setting that this package does not have
             raise ImportError(f"this model needs another version of the package sympow: {error}") from None
-        super().__init__(**dict(zip(FIXED, (gpt.n_embd, gpt.n_layer, gpt.n_head, gpt.vocab_size, True))) | kwargs)
+        fixed = gpt.n_embd, gpt.n_layer, gpt.n_head, gpt.vocab_size, gpt.tied_head
+        super().__init__(**dict(zip(FIXED, fixed)) | kwargs)
 
 
 class SympowCache(Cache):
@@ -80,6 +81,12 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_input_embeddings(self, value):
         self.gpt.transformer.wte = value
+
+    def get_output_embeddings(self):
+        return self.gpt.lm_head
+
+    def set_output_embeddings(self, value):
+        self.gpt.lm_head = value
 
     def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
         """Change the size of the vocabulary; the embedding keeps a multiple of 64 rows, as in every GPT."""

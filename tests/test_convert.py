@@ -19,12 +19,12 @@ from sympow.attention.variant import RECIPE
 from sympow.data.dataset import Dataset
 from sympow.generation.generate import generate
 from sympow.model import GPT, GPTConfig
-from sympow.runs import source
+from sympow.runs import families, source
 from sympow.runs.load import load_run
 
 SETTINGS = [x for x in SMALL if not x.startswith("--n_")]  # sizes come with the weights
 TINY = dict(vocab_size=257, n_layer=2, n_head=2, n_embd=32, n_positions=64)
-GPT2 = {**RECIPE, **source.GPT2, "activation": "gelu_tanh"}
+GPT2 = {**RECIPE, **families.GPT2.fixed, "activation": "gelu_tanh"}
 
 
 def transformers_gpt2(**settings):
@@ -155,9 +155,9 @@ def rewrite(folder, target, **changes):
         ({}, ["--output_gate=True", "--n_kv_head=1"], "they are of n_kv_head=2 output_gate=False"),  # as many rows
         ({}, ["--attention=conformal_sympow"], "it takes positions=rotary"),
         ({}, ["--attention=softmax,heinsen", "--positions=rotary"], "cannot become those of attention=heinsen"),
-        ({"n_inner": 100}, [], "is not GPT-2 as this model can be it: its config.json has n_inner=100"),
+        ({"n_inner": 100}, [], "transformer.h.0.mlp.c_fc.weight is [128, 32], not [100, 32]"),
         ({"n_layer": 3}, [], "transformer.h.2.ln_1.weight is missing"),
-        ({"model_type": "llama"}, [], "has a model of type 'llama', neither sympow nor gpt2"),
+        ({"model_type": "mamba"}, [], "has a model of type 'mamba', which is none of sympow, gpt2, llama, qwen2"),
         ({"model_type": "sympow", "model": {"vocab_size": 257, "depth": 2}}, [], "not of a model of this version"),
         ({"eos_token_id": 0}, [], "prepare it with its tokenizer, --tokenizer="),
         ({"vocab_size": 50257, "eos_token_id": 50256}, [], "tokenizer.json or gpt2"),
@@ -210,20 +210,24 @@ def test_a_tokenizer_beside_the_weights_must_be_the_datasets(gpt2, dataset, tmp_
 # ---- the hub
 
 
-def test_gpt2_comes_from_the_hub_with_both_files_of_one_commit(gpt2, dataset, tmp_path, monkeypatch):
+def test_a_model_comes_from_the_hub_with_all_files_of_one_commit(gpt2, dataset, tmp_path, monkeypatch):
     import huggingface_hub
 
     snapshot, requests = shutil.copytree(gpt2[0], tmp_path / "0123abcd"), []
 
-    def download(repository, name, revision=None):
-        requests.append((repository, name, revision))
-        return str(snapshot / name)
+    def download(repository, allow_patterns):
+        requests.append((repository, allow_patterns))
+        return str(snapshot)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    _, ours = model_of("gpt2-medium", dataset)
-    assert torch.equal(ours.transformer.wte.weight[:257], gpt2[1].transformer.wte.weight)
-    repository = "openai-community/gpt2-medium"
-    assert requests == [(repository, "config.json", None), (repository, "model.safetensors", "0123abcd")]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    for name, repository in (("gpt2-medium", "openai-community/gpt2-medium"), ("owner/name", "owner/name")):
+        _, ours = model_of(name, dataset)
+        assert torch.equal(ours.transformer.wte.weight[:257], gpt2[1].transformer.wte.weight)
+        assert requests.pop() == (repository, source.FILES)
+    os.mkdir("owner")
+    with pytest.raises(ValueError, match="there is no whole checkpoint in owner/name"):  # a path that is misspelt
+        model_of("owner/name", dataset)
 
 
 def test_without_network_a_name_is_refused_in_one_line(go, tmp_path, monkeypatch, capsys):

@@ -160,7 +160,7 @@ def test_mistakes_are_refused(monkeypatch, capsys):
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("evaluate.py: ") and message in error, error
     write_json("hf/config.json", {"model_type": "sympow"})
-    assert call(evaluate.main, "--out_dir=hf") == 2 and "hf is an exported model" in capsys.readouterr().err
+    assert call(evaluate.main, "--out_dir=hf") == 2 and "hf names no dataset: give --dataset" in capsys.readouterr().err
     assert not os.path.exists("out/a/tasks.json")
     monkeypatch.delitem(sys.modules, "sympow.runs.tasks")
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
@@ -240,7 +240,7 @@ def test_no_code_of_a_folder_is_run(kind, capsys):
         (
             "model.safetensors",
             lambda path: save_file(dict([*load_file(path).items()][1:]), path),
-            "hf cannot be loaded",
+            "the weights in hf do not fit this model",
         ),
         ("config.json", lambda path: write_json(path, {"model_type": "sympow"}), "config.json in hf is not of a model"),
         ("config.json", lambda path: write_json(path, read_json(path) | {"max_position_embeddings": "x"}), "'x'"),

@@ -212,5 +212,5 @@ def linear(layer, out, x, *, gelu=0, gated=False, add=False):
     """
     (N, K), B = layer.weight.shape, len(out)
     grid, tiles = tile_sizes(B, N, K)
-    kinds = dict(GELU=gelu, GATED=gated, ADD=add)
-    linear_kernel[grid](x, layer, out, B, N, K, out.stride(0), **tiles, **kinds, **early_launch(x))
+    tiles |= dict(GELU=gelu, GATED=gated, ADD=add)
+    linear_kernel[grid](x, layer, out, B, N, K, out.stride(0), **tiles, **early_launch(x))

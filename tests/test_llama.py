@@ -1,0 +1,162 @@
+"""Llama, Qwen2 and Qwen3: imported, they compute what transformers' own models do, and they train and travel on."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from helpers import SMALL, call, metrics, refusal
+from safetensors.torch import load_file, save_file
+from test_convert import logits_of, model_of, rewrite, run_model
+from torch.nn import functional as F
+
+from sympow import evaluate, export, sample, train
+from sympow.data.dataset import Dataset
+from sympow.data.huggingface import tokenizers_json
+from sympow.generation.generate import generate
+from sympow.runs.load import load_run
+
+SETTINGS = [x for x in SMALL if not x.startswith("--n_")]  # sizes come with the weights
+TINY = dict(vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+TINY |= dict(num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-3, bos_token_id=256, eos_token_id=256)
+MODELS = {  # transformers' name, and the settings that differ from TINY
+    "Llama, tied": ("Llama", dict(tie_word_embeddings=True, rope_theta=123.0)),
+    "Llama, biases, every head": ("Llama", dict(attention_bias=True, mlp_bias=True, num_key_value_heads=4)),
+    "Llama, wide heads": ("Llama", dict(head_dim=16, num_key_value_heads=1)),
+    "Qwen2": ("Qwen2", dict(rope_theta=1e6)),
+    "Qwen2, tied": ("Qwen2", dict(tie_word_embeddings=True)),
+    "Qwen3": ("Qwen3", dict(head_dim=16, rope_theta=1e6)),
+    "Qwen3, tied": ("Qwen3", dict(head_dim=8, tie_word_embeddings=True)),
+    "more rows than tokens": ("Qwen3", dict(head_dim=8, vocab_size=400)),
+}
+
+
+def random_model(kind, **settings):
+    """Return a model of transformers with random weights, none of them negligible."""
+    torch.manual_seed(torch.initial_seed() + 1)
+    theta = settings.pop("rope_theta", 10000.0)
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    config = getattr(transformers, f"{kind}Config")(**TINY | rope | settings)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for x in model.parameters():
+        x.data.add_(torch.randn_like(x), alpha=0.1)
+    model.model.norm.weight.data.neg_()  # else a tied head repeats the last token
+    return model
+
+
+def compute_in_float64(model):
+    """Let a model of transformers compute in float64 where it rounds to float32: in its norms and rotations."""
+    for module in model.double().modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = lambda x, m=module: F.rms_norm(x, x.shape[-1:], m.weight, m.variance_epsilon)
+    config = model.config
+    D = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    speeds = config.rope_parameters["rope_theta"] ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+
+    def rotate(x, position_ids, *args):
+        angles = (position_ids[..., None] * speeds).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+    model.model.rotary_emb.forward = rotate
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory, dataset):
+    """Return (a folder with a model and a tokenizer as transformers writes them, the model)."""
+    folder, model = tmp_path_factory.mktemp("llama") / "hf", random_model("Llama", tie_word_embeddings=True)
+    model.save_pretrained(folder)
+    add_tokenizer(folder, dataset)
+    return folder, model
+
+
+def add_tokenizer(folder, dataset):
+    text, end = tokenizers_json(Dataset(dataset).tokenizer)
+    (folder / "tokenizer.json").write_text(text)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_an_imported_model_computes_what_transformers_computes(name, dataset, tmp_path):
+    kind, settings = MODELS[name]
+    theirs = random_model(kind, **settings)
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
+    if "vocab_size" in settings:
+        add_tokenizer(tmp_path / "hf", dataset)
+    source, ours = model_of(tmp_path / "hf", dataset, vocab_size=257)
+    read = {stored for parts in source.stored_names.values() for stored in parts}
+    assert read == {name for name in theirs.state_dict() if ours.lm_head or name != "lm_head.weight"}
+    ids = torch.randint(257, (3, 64))
+    expected = logits_of(theirs, ids)[..., :257]
+    assert expected.abs().max() > 1 and (logits_of(ours, ids) - expected).abs().max() < 1e-5
+    text = theirs.generate(ids[:1, :5], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=256)
+    if "vocab_size" not in settings:
+        tokens = [i for (i,) in generate(ours, ids[0, :5].tolist(), max_new_tokens=20, temperature=0)]
+        assert tokens == text[0, 5:].tolist() and len({*tokens}) > 3
+    expected = logits_of(compute_in_float64(theirs), ids)[..., :257]
+    assert (logits_of(ours.double(), ids) - expected).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}}, "has rope_type=llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "has rope_type=linear"),
+        ({"partial_rotary_factor": 0.5}, "has partial_rotary_factor=0.5"),
+        ({"use_sliding_window": True}, "is no llama as this model can be it: its config.json has use_sliding_window"),
+        ({"hidden_act": "gelu"}, "has hidden_act=gelu"),
+        ({"attention_bias": True}, "has attention_bias=True"),
+        ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
+        ({"head_dim": 16}, "attn.c_attn.weight is [64, 32], not [128, 32]"),
+        ({"intermediate_size": 64}, "mlp.c_fc.weight is [96, 32], not [128, 32]"),
+        ({"model_type": "qwen3"}, "q_norm.weight is missing"),
+        ({"num_hidden_layers": 1}, "transformer.h.1.ln_1.weight is [32], not missing"),
+    ],
+)
+def test_what_this_model_cannot_be_is_refused_by_name(llama, dataset, tmp_path, monkeypatch, capsys, changes, message):
+    rewrite(llama[0], tmp_path / "hf", **changes)
+    monkeypatch.chdir(tmp_path)
+    assert call(train.main, *SETTINGS, f"--dataset={dataset}", "--init_from=hf", "--out_dir=out/a") == 2
+    assert message in refusal(capsys) and not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_is_not_known_is_named(llama, dataset, tmp_path):
+    shutil.copytree(llama[0], tmp_path / "hf")
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # computed, in files of early versions
+    save_file(weights, tmp_path / "hf/model.safetensors")
+    model_of(tmp_path / "hf", dataset)
+    save_file(weights | {"model.layers.0.mlp.experts.weight": torch.ones(4)}, tmp_path / "hf/model.safetensors")
+    with pytest.raises(ValueError, match=r"transformer.h.0.mlp.experts.weight is \[4\], not missing"):
+        model_of(tmp_path / "hf", dataset)
+
+
+def test_a_folder_is_sampled_evaluated_trained_distilled_and_exported(llama, dataset, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder, theirs = llama
+    assert call(sample.main, folder, "--prompt=line", "--max_new_tokens=20", "--save_state=a.state") == 0
+    assert call(sample.main, "--load_state=a.state", "--prompt=line", "--max_new_tokens=20") == 0
+    assert call(evaluate.main, folder, f"--dataset={dataset}", "--documents=2") == 0
+    assert "mean loss in nats" in capsys.readouterr().out
+    assert call(evaluate.main, folder) == 2 and "names no dataset: give --dataset" in refusal(capsys)
+    monkeypatch.setattr("sys.argv", ["export.py", str(folder), "--to=hf"])
+    with pytest.raises(SystemExit):
+        export.main()
+    assert f"`python train.py --init_from={folder} ...` makes a run of it" in refusal(capsys)
+
+    assert call(train.main, *SETTINGS, f"--dataset={dataset}", f"--init_from={folder}", "--out_dir=out/a") == 0
+    convert = ["--attention=sympow_gating,softmax", f"--distill_from={folder}", "--out_dir=out/b", "--optimizer=muon"]
+    assert call(train.main, *SETTINGS, f"--dataset={dataset}", f"--init_from={folder}", *convert) == 0
+    for run in ("out/a", "out/b"):
+        assert metrics(run, "val_loss")[6] < metrics(run, "val_loss")[3]
+        monkeypatch.setattr("sys.argv", ["export.py", run, f"--to=hf/{run}"])
+        export.main()
+        exported = transformers.AutoModelForCausalLM.from_pretrained(f"hf/{run}", trust_remote_code=True)
+        ids = torch.randint(257, (2, 32))
+        expected = logits_of(run_model(run), ids)
+        assert (logits_of(exported, ids) - expected).abs().max() < 1e-5
+        assert torch.equal(logits_of(model_of(f"hf/{run}", dataset)[1], ids), expected)
+        assert torch.equal(logits_of(load_run(f"hf/{run}", "cpu")[1], ids), expected)
