@@ -142,15 +142,13 @@ def open_documents(folder, cfg):
     """Return the Windows of the documents that a run is to read; refuse what does not fit."""
     run = checkpoint.run_of(folder)
     try:
-        if not transformers_type(folder):
-            settings = checkpoint.settings(run)
-            dataset, model = Dataset(cfg.dataset or settings["dataset"]), settings["model"]
-            dataset.check_tokens(load_tokenizer(run), folder)
-        elif cfg.dataset:
-            dataset = Dataset(cfg.dataset)
-            model = open_source(folder, dataset, "out_dir").model
-        else:
+        settings = {} if transformers_type(folder) else checkpoint.settings(run)
+        if not (cfg.dataset or settings):
             refuse(f"{folder} names no dataset: give --dataset")
+        dataset = Dataset(cfg.dataset or settings["dataset"])
+        if settings:
+            dataset.check_tokens(load_tokenizer(run), folder)
+        model = settings["model"] if settings else open_source(folder, dataset, "out_dir").model
         config, context = GPTConfig(**model), training_context(folder)
         check_length(config, cfg.length, "--length")
         longest = dataset.tokens("val") if cfg.pack else dataset.document_length

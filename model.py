@@ -157,6 +157,7 @@ class MLP(nn.Module):
         super().__init__()
         hidden, width = mlp_widths(config)
         self.c_fc = nn.Linear(config.n_embd, hidden, bias=config.bias)
+        self.c_fc.matrices = hidden // width  # below each other, for Muon
         self.c_proj = nn.Linear(width, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
         self.activation = ACTIVATIONS[config.activation]

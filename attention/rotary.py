@@ -63,7 +63,8 @@ def rotation_of(x, u, base, unit="turn"):
 
     unit: how far the first pair turns while u grows by 1, a name in TURNS.
     """
-    u = u if unit == "turn" else u * TURNS[unit]
+    if unit != "turn":
+        u = u * TURNS[unit]
     compute = _rotation if torch.compiler.is_compiling() and not u.requires_grad else rotation
     return tuple(r.to(x.device) for r in compute(u, x.shape[-1], float(base), accumulation_dtype(x)))
 

@@ -38,6 +38,7 @@ from ..kernels.decode import softmax as decode_softmax
 from ..kernels.decode.linear import Linear, linear
 from ..kernels.decode.output_gate import OutputGate
 from ..layers.activation import mlp_widths
+from ..layers.mixing import projected_heads
 
 
 class Buffers:
@@ -86,13 +87,13 @@ def float32(x):
 
 
 class Convolution:
-    """The convolution of a layer before its attention, if it has one."""
+    """The convolution of a layer before its attention, and the norms of its heads, if it has them."""
 
-    def __init__(self, buffers, weight, state):
-        """Copy the last inputs from `state`, the layer's State. weight: [n, C], or None without a convolution."""
-        self.buffers, self.weight, self.recent = buffers, weight, []
-        if weight is not None:
-            n, C = weight.shape
+    def __init__(self, buffers, weights, state):
+        """Copy the last inputs from `state`, the layer's State. weights: the block's Weights."""
+        self.buffers, self.weight, self.head_norms, self.recent = buffers, weights.convolution, weights.head_norms, []
+        if self.weight is not None:
+            n, C = self.weight.shape
             self.recent = [buffers.zeros(buffers.B, n - 1, C)]
         if state.conv_inputs is not None:
             self.recent[0].copy_(state.conv_inputs.flatten(2))
@@ -101,14 +102,9 @@ class Convolution:
         b = self.buffers
         for recent in self.recent:
             decode_convolution.convolve(b.qkv, self.weight, recent, b.ids, reset_token=b.config.reset_token)
-
-
-def normalize_heads(buffers, head_norms):
-    """Normalise the heads of q and of k, as layers/mixing.py does, if there are head_norms."""
-    c = buffers.config
-    heads = buffers.qkv.view(buffers.B, -1, c.head_dim).split((c.n_head, c.n_kv_head, c.n_kv_head), 1)
-    for x, weight in zip(heads, head_norms):
-        x.copy_(F.rms_norm(x, weight.shape, weight, c.norm_eps))
+        q_k_v = b.qkv.view(b.B, -1, b.config.head_dim).split(projected_heads(b.config)[:3], 1)
+        for heads, weight in zip(q_k_v, self.head_norms):
+            heads.copy_(F.rms_norm(heads, weight.shape, weight, b.config.norm_eps))
 
 
 class CachedLayer:
@@ -119,7 +115,7 @@ class CachedLayer:
         c = buffers.config
         self.buffers, self.weights, self.count = buffers, weights, count
         self.attention, self.switch_over, self.power = attention, state.switch_over, None
-        self.convolution = Convolution(buffers, weights.convolution, state)
+        self.convolution = Convolution(buffers, weights, state)
         rates = rotation_rates(c.head_dim, attention.rope_base, buffers.device)
         # a rate of 0 leaves queries and keys as they are
         rates *= POSITIONS[attention.config.positions] * TURNS[attention.config.rope_unit]
@@ -159,7 +155,6 @@ class CachedLayer:
             rounding=b.dtype if b.device.type == "cuda" else torch.float32,
         )
         self.convolution.step()
-        normalize_heads(b, self.weights.head_norms)
         self.attend()
 
     def count_token(self):
@@ -242,14 +237,13 @@ class HeinsenLayer:
         """Copy a HeinsenState."""
         self.buffers, self.weights = buffers, weights
         self.state = decode_heinsen.State(float32(state.m), float32(state.S), float32(state.z))
-        self.convolution = Convolution(buffers, weights.convolution, state)
+        self.convolution = Convolution(buffers, weights, state)
         self.log_value_bound = LOG_VALUE_BOUND if IS_LOG[attention.config.values] else None  # None for signed values
 
     def step(self):
         b = self.buffers
         linear(self.weights.qkv, b.qkv, b.x)
         self.convolution.step()
-        normalize_heads(b, self.weights.head_norms)
         decode_heinsen.attend_heinsen(
             b.qkv,
             b.ids,

@@ -114,7 +114,7 @@ def head_weight(embedding, head=None):
         return weight
     if head is None:
         return embedding(torch.arange(len(weight), device=weight.device))
-    return head(torch.eye(weight.shape[1], device=weight.device)).t()
+    return head(weight.new_ones(weight.shape[1]).diag()).t()
 
 
 def head_loss(x, weight, targets, vocab_size, teacher):

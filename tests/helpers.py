@@ -20,6 +20,10 @@ SMALL = (
     "--eval_interval=3 --eval_tokens=512 --log_interval=1 --wandb=disabled --learning_rate=1e-2 --sample_tokens=5"
 ).split()
 
+# the block of a Llama with all that Qwen has besides; none of it is a default
+LLAMA = dict(norm="rmsnorm", norm_eps=1e-2, activation="swiglu", mlp_width=24, qk_norm=True, qkv_bias=True)
+LLAMA |= dict(tied_head=False, rope_unit="radian", rope_base=100.0)
+
 
 def call(main, *argv):
     """Call main() with these arguments in this process; return its exit status."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import (
+    LLAMA,
     SMALL,
     assert_near_run,
     assert_same_run,
@@ -46,6 +47,7 @@ CASES = {  # name: the model's settings
     "even_power": dict(attention="even_power", p=4, convolution=9),  # on four ranks it reaches over a whole piece
     "pairs, packed": dict(attention="sympow_gating", form="quadratic", p=4, reset_token=RESET, output_gate=True),
     "p=6": dict(attention="conformal_sympow", form="quadratic", p=6, activation_checkpointing=True),
+    "Llama": dict(attention="softmax,sympow_gating", convolution=3, **LLAMA),
     "mixture": dict(attention="adaptive_power", adaptive="mixture", form="chunked", chunk_size=4, head_dim=4),
 }
 

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
+from helpers import LLAMA  # noqa: E402
 from numerics import Largest, relative_error  # noqa: E402
 from test_kernels import DEVICE, DTYPES, GPU  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
@@ -35,8 +36,6 @@ from sympow.model import GPT, GPTConfig  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("layer_norms")
 GPT2 = dict(p=2, bias=True, embedding_norm=False, activation="gelu_tanh")
-LLAMA = dict(norm="rmsnorm", norm_eps=1e-2, activation="swiglu", mlp_width=24, qk_norm=True, tied_head=False)
-LLAMA |= dict(rope_unit="radian", rope_base=100.0)
 
 
 def tiny(**kwargs):
@@ -46,6 +45,8 @@ def tiny(**kwargs):
     for name, p in model.named_parameters():
         if p.dim() > 1 or name.endswith("bias"):
             torch.nn.init.normal_(p, std=0.2)
+        elif "_norm" in name:
+            torch.nn.init.normal_(p, mean=1, std=0.2)
     return model.to(DEVICE)  # drawn on the CPU, so that a GPU compares the same models
 
 
@@ -95,7 +96,7 @@ MIXES = {
     "three": ("sympow_gating,softmax,heinsen", dict(n_kv_head=1, reset_token=3), [6, "never", None]),
     "flushes at different times": ("sympow,sympow_gating", {}, [5, 7]),
     "power with and without a state": ("sympow,even_power", {}, [6, "never"]),
-    "Qwen3, a convolution": ("softmax", dict(convolution=3, n_kv_head=1, qkv_bias=True, **LLAMA), None),
+    "Qwen3, a convolution": ("softmax", dict(convolution=3, n_kv_head=1, **LLAMA), None),
     "Llama, converted": ("sympow_gating", dict(positions="rotary", embedding_norm=True, **LLAMA), [6]),
     "Llama, heinsen": ("heinsen", LLAMA, None),
 }

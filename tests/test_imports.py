@@ -17,16 +17,16 @@ SHORT = {"README.md": 100, "docs/understand/attention.md": 150}  # the most line
 # the most nodes of syntax, without docstrings, that a file, the files at top level and each room may have: what they
 # have now and, where users add their own, an attention, an activation and a schedule more
 SIZES = {
-    "model.py": 1790, "train.py": 1950, "sample.py": 1100, "top level": 8850, "kernels": 38100, "attention": 24150,
-    "experiments": 7070, "data": 12500, "runs": 12160, "generation": 5500, "bench": 4300, "training": 4200,
-    "sympow": 3200, "layers": 2150, "config": 450,
+    "model.py": 1920, "train.py": 1950, "sample.py": 1100, "top level": 9010, "kernels": 38193, "attention": 24187,
+    "experiments": 7070, "data": 12500, "runs": 12600, "generation": 5647, "bench": 4300, "training": 4216,
+    "sympow": 3220, "layers": 2361, "config": 480,
 }  # fmt: skip
 # (file, whether imports inside functions count): the most files, and nodes in them, that its imports reach
 REACHED = {
-    ("model.py", False): (41, 24600),
-    ("model.py", True): (76, 51100),
-    ("train.py", False): (78, 54400),
-    ("train.py", True): (113, 80900),
+    ("model.py", False): (41, 24975),
+    ("model.py", True): (76, 51475),
+    ("train.py", False): (79, 55240),
+    ("train.py", True): (114, 81740),
 }
 UNCOUNTED = ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop, ast.Module
 MODEL = {"model", "layers", "attention", "kernels"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, join, start_ranks
+from helpers import LLAMA, ROOT, join, start_ranks
 from torch.nn.functional import cross_entropy
 
 transformers = pytest.importorskip("transformers")
@@ -237,6 +237,7 @@ EXPORTED = {
     "gating and softmax": dict(attention="sympow_gating,softmax", gate_bias=1.0, convolution=3),
     "GPT-2": dict(positions="learned", bias=True, embedding_norm=False),
     "heinsen": dict(attention="heinsen"),
+    "a Llama's block": dict(attention="softmax,sympow_gating", **LLAMA),
 }
 IDS = torch.randint(2, 64, (2, 12), generator=torch.Generator().manual_seed(3))
 BOTH, ENDS = IDS.reshape(1, 24), torch.tensor([0, 12, 24], dtype=torch.int32)
@@ -338,11 +339,11 @@ def test_a_cache_of_keys_is_refused_by_name():
         model_of("GPT-2").generate(IDS, cache_implementation="static")
 
 
-@pytest.mark.parametrize("target", ["c_proj", "wte"])
+@pytest.mark.parametrize("target", ["c_proj", "wte", "lm_head"])
 def test_an_adapter_of_peft_merges_into_what_was_trained(target):
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(
-        model_of("GPT-2"),
+        model_of("a Llama's block" if target == "lm_head" else "GPT-2"),
         peft.LoraConfig(task_type="CAUSAL_LM", target_modules=[target], init_lora_weights=False),
     )
     logits, loss = logits_of(adapted), adapted(input_ids=IDS, labels=IDS).loss

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.utils.flop_counter
 from torch import nn
+from helpers import LLAMA
 
 from sympow.layers import activation
 from sympow.layers import loss as loss_module
@@ -152,10 +153,12 @@ OPTIONS = {
     "plain": {},
     "checkpointing": dict(activation_checkpointing=True),
     "chunked, resets": dict(form="chunked", chunk_size=8, reset_token=3),
+    "Llama": LLAMA,
 }
 FAST = {  # the option with which an attention is compiled in the fast tests
     "softmax": "plain", "even_power": "chunked, resets", "sympow": "plain", "sympow_gating": "checkpointing",
     "conformal_sympow": "plain", "adaptive_power": "chunked, resets", "heinsen": "plain",
+    "sympow_gating,softmax": "Llama",
 }  # fmt: skip
 
 
@@ -276,6 +279,7 @@ def test_flops_grow_with_the_context_only_in_the_quadratic_form():
     assert chunked.flops_per_token(1 << 14) == chunked.flops_per_token(1 << 20)
 
 
+NORMS = {"LayerNorm": lambda: nn.LayerNorm(96, bias=False), "RMSNorm": lambda: nn.RMSNorm(96, eps=1e-2)}
 GAIN_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
 
 
@@ -300,7 +304,8 @@ def compare_folded(folded, reference, dtype, layers, inputs):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gates", [0, 3])
-def test_a_gain_that_is_a_part_of_the_next_weights_changes_nothing(bias, gates, dtype):
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_gain_that_is_a_part_of_the_next_weights_changes_nothing(norm, bias, gates, dtype):
     def reference(norm, linear, x, weight=None):
         x = norm(x)
         return x if weight is None else x @ weight.t(), linear(x)
@@ -309,14 +314,15 @@ def test_a_gain_that_is_a_part_of_the_next_weights_changes_nothing(bias, gates, 
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             return norm_module.folded(norm, linear, x, weight, dtype)
 
-    layers = nn.LayerNorm(96, bias=False), nn.Linear(96, 160, bias=bias)
+    layers = NORMS[norm](), nn.Linear(96, 160, bias=bias)
     inputs = [3 * torch.randn(50, 96) + 5, *([torch.randn(gates, 96)] if gates else [])]
     first, second, *grads = compare_folded(folded, reference, dtype, layers, inputs)
     assert second == dtype and {first, *grads} == {torch.promote_types(dtype, torch.float32)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_a_gain_that_is_a_part_of_the_head_changes_nothing(dtype, monkeypatch):
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_gain_that_is_a_part_of_the_head_changes_nothing(norm, dtype, monkeypatch):
     def folded(norm, head, x):
         rows, weight = norm_module.norm_weight(norm, head.weight, x)
         assert rows.dtype == dtype and weight is not head.weight
@@ -324,7 +330,7 @@ def test_a_gain_that_is_a_part_of_the_head_changes_nothing(dtype, monkeypatch):
 
     monkeypatch.setattr("sympow.layers.norm.folds", lambda *layers: True)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: dtype)
-    layers = nn.LayerNorm(96, bias=False), nn.Linear(96, 500, bias=False)
+    layers = NORMS[norm](), nn.Linear(96, 500, bias=False)
     compare_folded(folded, lambda norm, head, x: [head(norm(x))], dtype, layers, [3 * torch.randn(50, 96) + 5])
 
 
@@ -351,7 +357,7 @@ def test_only_plain_layers_compiled_on_a_gpu_have_the_gain_in_the_next_weights(m
     hooked.register_forward_hook(print)
     backward_hooked.register_full_backward_hook(print)
     replaced.forward = replaced.forward
-    assert folds()
+    assert folds() and folds(norm=nn.RMSNorm(8))
     assert not folds(compiling=False) and not folds(autocast=False) and not folds(on_gpu=False)
     assert not folds(norm=nn.LayerNorm(8)) and not folds(norm=nn.LayerNorm(8, bias=False).double())
     assert not any(

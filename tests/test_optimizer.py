@@ -60,9 +60,9 @@ def test_muon_has_the_linear_weights_of_attention_and_mlp_and_adamw_all_others(a
 @pytest.mark.parametrize("batch", [optimizer.MUON_BATCH, 1])
 def test_muon_takes_torchs_steps_with_q_k_and_v_each_by_itself(monkeypatch, batch):
     monkeypatch.setattr(optimizer, "MUON_BATCH", batch)
-    model, chosen = make(n_layer=3)
+    model, chosen = make(n_layer=3, activation="swiglu", mlp_width=24)
     matrices = [x for weight, rows in optimizer.muon_weights(model).items() for x in weight.detach().split(rows)]
-    assert [len(x) for x in matrices[:4]] == [16, 8, 8, 16]  # q, k and v of c_attn, and c_proj
+    assert [len(x) for x in matrices[:6]] == [16, 8, 8, 16, 24, 24]  # q, k, v of c_attn; c_proj; gate and up of c_fc
     copies = [x.clone() for x in matrices]
     theirs = torch.optim.Muon(copies, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):

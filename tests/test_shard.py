@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 from helpers import (
+    LLAMA,
     SMALL,
     assert_kills_change_nothing,
     assert_near_run,
@@ -152,7 +153,7 @@ def compare_with_ddp():
     with exit_statuses(ranks):
         ranks.join(device, "gloo", 60)
         sizes = dict(n_layer=2, n_head=3, n_embd=48, vocab_size=200, bias=True, activation_checkpointing=True)
-        config = GPTConfig(attention="conformal_sympow,sympow_gating", **sizes)
+        config = GPTConfig(attention="conformal_sympow,sympow_gating", **sizes, **LLAMA if sys.argv[2:] else {})
         layouts, models, optimizers, networks, previous_weights = [], [], [], [], None
         for shard in (False, True):
             layouts.append(layout := Layout(ranks, shard=shard))
@@ -227,9 +228,9 @@ def local_rows(tensors):
     return {name: parts.own_rows(x)[0] for name, x in tensors.items()}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_two_ranks_with_a_sharded_model_take_the_steps_of_two_with_copies(tmp_path, optimizer):
-    ranks = start_ranks(2, compare_with_ddp, optimizer, cwd=tmp_path)
+@pytest.mark.parametrize("arguments", [["adamw"], ["muon"], ["muon", "Llama"]], ids=", ".join)
+def test_two_ranks_with_a_sharded_model_take_the_steps_of_two_with_copies(tmp_path, arguments):
+    ranks = start_ranks(2, compare_with_ddp, *arguments, cwd=tmp_path)
     assert join(*ranks) == [0, 0], (tmp_path / "rank_0").read_text()
 
 

@@ -118,8 +118,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 def muon_weights(model):
     """Return {weight [rows, columns]: the rows of each matrix in it}, the linear weights of attention and MLP.
 
-    The weight of c_attn has several matrices below each other, of q, k, v and the output's gate. Every other weight is
-    one matrix. Weights of attentions, such as W_gamma and W_beta, are not among them.
+    The weight of c_attn has several matrices below each other, of q, k, v and the output's gate, and SwiGLU's c_fc two.
+    Every other weight is one matrix. Weights of attentions, such as W_gamma and W_beta, are not among them.
     """
     rows = {}
     for block in model.transformer.h:
@@ -128,7 +128,8 @@ def muon_weights(model):
         own_modules = {attn.c_attn, *attn.mix.modules()}
         for layer in block.modules():
             if isinstance(layer, nn.Linear) and layer not in own_modules:
-                rows[layer.weight] = [layer.out_features]
+                n = getattr(layer, "matrices", 1)
+                rows[layer.weight] = n * [layer.out_features // n]
     return rows
 
 
