@@ -139,6 +139,7 @@ for batch in (1, 8):
         (tokens, "sympow", 4, batch, "never"),
         (tokens, "even_power", 6, batch, "never"),
         (partial(tokens, head_dim=16, n_head=48), "sympow", 4, batch, 3),
+        (partial(tokens, norm="rmsnorm", activation="swiglu", mlp_width=2048), "softmax", 2, batch, "never"),
     ]
 # of head dimension 128, which needs the most shared memory
 LARGE = [
