@@ -179,7 +179,7 @@ class Block(nn.Module):
     def forward(self, x, update, shape, resets=None, state=None):
         """Run on rows x + update [B T, C] of (B, T) = shape; return the next x and update, and the state.
 
-        A block compiled for itself adds what the block before computed last, in the pass of its first LayerNorm.
+        A block compiled for itself adds what the block before computed last, in the pass of its first norm.
         """
         x = x if update is None else x + update
         y, state = self.attn(x, self.ln_1, shape, resets, state)
