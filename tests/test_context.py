@@ -28,7 +28,8 @@ from numerics import relative_error
 
 from sympow import train
 from sympow.attention import ATTENTIONS, Sympow
-from sympow.attention.parallel.context import Context, pieces_of
+from sympow.attention.parallel import pieces_of
+from sympow.attention.parallel.context import Context
 from sympow.data.dataset import Dataset
 from sympow.data.loader import Windows, eval_batches, train_batch
 from sympow.layers.convolution import Convolution

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..attention import ATTENTIONS
-from ..attention.parallel.context import Context, pieces_of
+from ..attention.parallel import pieces_of
 from ..attention.positions import check_length
 from ..attention.variant import splits_context
 from ..runs.parts import own_rows
@@ -223,6 +223,8 @@ def split_context(model, layout, block_size, dtype, compiled):
     """
     if layout.context_size == 1:
         return False
+    from ..attention.parallel.context import Context  # and attention that circulates, where ranks share sequences
+
     attentions, device = model.attentions(), model.transformer.wte.weight.device
     balanced = "balanced" in [x.context_layout(x.config, block_size, dtype, device) for x in attentions]
     context = Context(layout.mesh.get_group("context"), balanced, compiled)

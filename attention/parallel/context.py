@@ -34,16 +34,12 @@ from ..operator.dispatch import Problem, plan
 from ..operator.forms import PowerState, accumulation_dtype, flush
 from ..operator.memory import check_chunks_fit
 from ..power import attend_causally
+from . import pieces_of
 from .circulate import PowerPairs, SoftmaxPairs, circulate
 
 
 def _call(function, *args, **kwargs):
     return function(*args, **kwargs)
-
-
-def pieces_of(rank, size, balanced):
-    """Return the numbers of the pieces that a rank of `size` holds, out of size or, if `balanced`, 2 * size of them."""
-    return (rank, 2 * size - 1 - rank) if balanced else (rank,)
 
 
 class Context:
