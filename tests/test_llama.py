@@ -100,6 +100,16 @@ def test_an_imported_model_computes_what_transformers_computes(name, dataset, tm
     assert (logits_of(ours.double(), ids) - expected).abs().max() < 1e-10
 
 
+def test_a_config_of_transformers_4_and_half_precision_are_read(dataset, tmp_path):
+    random_model("Llama", rope_theta=123.0).bfloat16().save_pretrained(tmp_path / "new")
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "new", dtype="float32")
+    old = dict(rope_parameters=None, rope_theta=123, rope_scaling=None, head_dim=None, sliding_window=4)
+    rewrite(tmp_path / "new", tmp_path / "hf", **old)
+    ids = torch.randint(257, (3, 64))
+    ours = model_of(tmp_path / "hf", dataset)[1]
+    assert (logits_of(ours, ids) - logits_of(theirs, ids)).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
