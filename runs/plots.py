@@ -16,8 +16,20 @@ import numpy as np
 from ..data.files import whole_file
 from .program import check_output, refuse
 
-# what differs from matplotlib's own settings: colours that colour-blind readers can tell apart
-STYLE = ["tableau-colorblind10", {"axes.grid": True}]
+STYLE = {  # settings of matplotlib
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.color": "#E6E6E6",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "text.parse_math": False,
+}
+# Okabe and Ito's palette, which colour-blind readers can tell apart, strongest first.
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D"]
 
 
 def plot_loss_curves(runs, png):
@@ -37,7 +49,7 @@ def plot_loss_curves(runs, png):
         ends = []
         for name, (train, val) in runs.items():
             x, losses = loss_curve(train, key, "train_loss", unit)
-            (line,) = axis.plot(x, smooth(losses), label=name.replace("$", r"\$"))
+            (line,) = axis.plot(x, smooth(losses), label=name)
             val_curve = loss_curve(val, key, "val_loss", unit)
             axis.plot(*val_curve, "o", color=line.get_color(), markerfacecolor="white", markersize=4.5)
             ends += [losses[-1] for losses in (losses, val_curve[1]) if losses]
@@ -69,7 +81,7 @@ def plot_loss_by_position(curves, png):
     ends = []
     for name, (positions, losses, context) in curves.items():
         mean, error = mean_and_standard_error(losses)
-        (line,) = axis.plot(positions, mean, label=name.replace("$", r"\$"))
+        (line,) = axis.plot(positions, mean, label=name)
         axis.fill_between(positions, mean - error, mean + error, color=line.get_color(), alpha=0.2, linewidth=0)
         if 0 < context <= positions[-1]:
             axis.axvline(context, color="#777777", linestyle="--", linewidth=1)
@@ -101,10 +113,11 @@ def mean_and_standard_error(losses):
 
 def make_figure(panels):
     """Return (a figure, the axes of its panels) in this file's style."""
-    import matplotlib.style
+    import matplotlib
+    from cycler import cycler
     from matplotlib.figure import Figure
 
-    with matplotlib.style.context(STYLE):
+    with matplotlib.rc_context(STYLE | {"axes.prop_cycle": cycler(color=COLOURS)}):
         figure = Figure((7 * panels, 5), layout="constrained")
         return figure, figure.subplots(1, panels, squeeze=False).flatten()
 
@@ -118,8 +131,13 @@ def leave_out_beginnings(axis, ends):
 
 def save_figure(figure, png):
     """Write a figure, with a legend below it, to a file, whole or not at all. Makes the file's folder if need be."""
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    with whole_file(png) as temporary:
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE), whole_file(png) as temporary:
+        for axis in (part for axes in figure.axes for part in (axes.xaxis, axes.yaxis)):
+            if axis.get_scale() == "log":  # its own labels are markup, which STYLE does not read
+                axis.set_major_formatter("{x:,.7g}")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
         figure.savefig(temporary, dpi=150, format=picture_format(png))
 
 
