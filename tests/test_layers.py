@@ -4,12 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import SMALL, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
 from test_model import tiny
 
-from sympow import evaluate
-from sympow import sample
-from sympow import train
 from sympow.attention import ATTENTIONS, Softmax, Sympow, SympowGating
 from sympow.attention.state import LayerState, State
 from sympow.attention.variant import RECIPE
@@ -20,21 +16,6 @@ from sympow.generation import state_file
 from sympow.runs.settings import read_settings
 
 SHAPE = dict(vocab_size=97, n_head=4, n_kv_head=2, n_embd=32, head_dim=8, rope_base=99.0, gate_bias=2.0)
-
-
-PATTERN = "sympow_gating,sympow_gating,softmax"
-
-
-def generate_greedily(model, file, switch_over=None, prompt=(5, 10, 7, 20, 30)):
-    """Check generation against the parallel forward pass, and after its state was saved; return that state."""
-    options = dict(max_new_tokens=12, temperature=0.0)
-    (ids,) = zip(*generate(model, [*prompt], switch_over=switch_over, **options))
-    logits, _ = model(torch.tensor([[*prompt, *ids]]))
-    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == list(ids)
-    state_file.save_state(file, model, *read_prompt(model, [*prompt], switch_over=switch_over))
-    logits, state = state_file.load_state(file, model)
-    assert list(zip(*generate(model, prefix=(logits, state), **options))) == [ids]
-    return state
 
 
 @pytest.mark.parametrize(
@@ -106,28 +87,6 @@ def test_auto_is_what_an_attention_learns_best_with(arguments, values):
     assert GPTConfig(**vars(config)) == config
 
 
-@pytest.mark.parametrize("switch_over", [None, 3])
-@torch.inference_mode()
-def test_generation_and_saved_states_follow_each_layer(switch_over, tmp_path):
-    file = str(tmp_path / "a.state")
-    state = generate_greedily(tiny(PATTERN, n_layer=3, reset_token=7), file, switch_over)
-    assert [layer.power is not None for layer in state.layers] == [switch_over == 3] * 2 + [False]
-    with pytest.raises(ValueError, match="another model: .*attention='sympow_gating,sympow_gating,softmax' there"):
-        state_file.load_state(file, tiny("sympow_gating", n_layer=3, reset_token=7))
-
-
-def test_a_run_with_a_pattern_trains_resumes_samples_and_evaluates(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
-    monkeypatch.chdir(tmp_path)
-    pattern, out = "--attention=sympow_gating,softmax", "--out_dir=out/a"
-    assert call(train.main, f"--dataset={dataset}", *SMALL, pattern, out) == 0
-    assert call(train.main, f"--dataset={dataset}", *SMALL, pattern, out, "--max_iters=8") == 0
-    assert metrics("out/a", "gate")[8][1] is None
-    assert call(train.main, f"--dataset={dataset}", *SMALL, "--attention=softmax", out, "--max_iters=9") == 2
-    assert "was trained with attention=sympow_gating,softmax" in capsys.readouterr().err
-    assert call(sample.main, "--out_dir=out/a", "--max_new_tokens=5", "--prompt=a") == 0
-    assert call(evaluate.main, "--out_dir=out/a", "--length=32", "--documents=2") == 0
-
-
 # ---- a position embedding and an output layer of an attention's own
 
 
@@ -174,6 +133,12 @@ def test_an_attention_may_bring_its_position_embedding_and_output_layer(unrotate
     first, second = model.transformer.h
     assert not hasattr(first, "mlp") and not hasattr(first, "ln_2") and hasattr(second, "mlp")
     assert GPT(model.config).transformer.h[0].attn.c_proj.c_proj.weight.std() < 0.015  # 0.02 / sqrt(2 n_layer)
-    state = generate_greedily(model, str(tmp_path / "a.state"))
+    prompt, file, options = [5, 10, 7, 20, 30], str(tmp_path / "a.state"), dict(max_new_tokens=12, temperature=0.0)
+    (ids,) = zip(*generate(model, prompt, **options))
+    logits, _ = model(torch.tensor([[*prompt, *ids]]))
+    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == list(ids)
+    state_file.save_state(file, model, *read_prompt(model, prompt))
+    logits, state = state_file.load_state(file, model)
+    assert list(zip(*generate(model, prefix=(logits, state), **options))) == [ids]
     assert state.embedding.tokens == 5 and type(state.layers[0]) is LayerState
     assert state.repeat(2).embedding.tokens.shape == (2,)

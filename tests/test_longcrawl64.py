@@ -303,14 +303,3 @@ def test_errors_of_the_network_are_tried_again_with_back_off(tmp_path, monkeypat
     with pytest.raises(DataError):
         flaky(None, 9)
     assert len(seconds) == 8  # damage does not pass
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_chunk_that_cannot_be_decoded_is_named(tmp_path, layout):
-    make_source(tmp_path, layout)
-    chunk = tmp_path / "train.zarr" / CHUNK[layout].format(1, 2)
-    content = chunk.read_bytes()
-    for damaged in (content[: len(content) // 2], b""):
-        chunk.write_bytes(damaged)
-        with pytest.raises(DataError, match=rf"{chunk}: chunk cannot be read or decoded \(.+\)"):
-            prepare(tmp_path)

@@ -111,15 +111,6 @@ def test_an_even_power_checkpoint_loaded_as_sympow_gives_the_same_logits(p):
         assert (even(ids)[0] - sympow(ids)[0]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("form", ["quadratic", "chunked", "recurrent"])
-@pytest.mark.parametrize("attention,positions", [("conformal_sympow", "rotary"), ("sympow_gating", "none,rotary")])
-def test_the_form_does_not_change_what_is_learned(attention, positions, form):
-    ids = torch.randint(0, 97, (2, 33))
-    settings = dict(attention=attention, positions=positions)
-    default, chosen = (gradients(ids, True, **settings, **x) for x in ({}, dict(form=form, chunk_size=8)))
-    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-12) for a, b in zip(default, chosen))
-
-
 @pytest.mark.parametrize("attention,gate", KINDS)
 def test_a_reset_token_hides_everything_before_it(attention, gate):
     model = tiny(attention, gate, reset_token=7)

@@ -3,12 +3,9 @@
 tests/test_model.py and test_variant.py have both together in models, whole, packed and in pieces.
 """
 
-import pytest
 import torch
 from test_convolution import small
-from torch.nn import functional as F
 
-import sympow
 from sympow.layers.output_gate import OutputGate
 from sympow.training.optimizer import muon_weights
 
@@ -27,25 +24,6 @@ def test_bfloat16_is_computed_in_float32():
     torch.manual_seed(0)
     layer, (y, gate) = OutputGate(64), (torch.randn(2, 9, 4, 64, dtype=torch.bfloat16) for _ in range(2))
     assert torch.equal(layer(y, gate), layer(y.float(), gate.float()).bfloat16())
-
-
-@pytest.mark.parametrize("convolution", [0, 3])
-@torch.no_grad()
-def test_the_librarys_layer_gates_the_output_of_the_layer_without(convolution):
-    torch.manual_seed(0)
-    settings = dict(p=2, n_kv_head=2, convolution=convolution, bias=True)
-    plain, gated = (sympow.Attention(32, 4, output_gate=gate, **settings).double() for gate in (False, True))
-    weights = plain.state_dict()
-    for name in ("weight", "bias"):
-        weights[f"c_attn.{name}"] = torch.cat((weights[f"c_attn.{name}"], torch.randn_like(weights[f"c_proj.{name}"])))
-    weights["output_gate.weight"] = torch.randn(8, dtype=torch.float64)
-    gated.load_state_dict(weights)
-    plain.c_proj = torch.nn.Identity()
-    x, resets = torch.randn(2, 9, 32, dtype=torch.float64), torch.arange(9) % 4 == 3
-    resets = resets.expand(2, 9)
-    gate = F.linear(x, weights["c_attn.weight"][-32:], weights["c_attn.bias"][-32:])
-    y = gated.output_gate(plain(x, resets).unflatten(-1, (4, 8)), gate.unflatten(-1, (4, 8)))
-    assert torch.allclose(gated(x, resets), gated.c_proj(y.flatten(2)), atol=1e-12)
 
 
 def test_every_weight_of_it_and_of_the_convolution_trains_and_matrices_are_those_of_muon():

@@ -227,15 +227,6 @@ def test_damaged_weights_can_not_be_taken_and_leave_no_folder(go, trained, capsy
     assert os.listdir("out") == ["a"]
 
 
-def test_if_every_checkpoint_is_damaged_nothing_starts_anew_unasked(go, finished, capsys):
-    shutil.copytree(finished / "whole", "out/a")
-    for step in os.listdir("out/a/ckpt"):
-        flip(f"out/a/ckpt/{step}/model.safetensors", 3000)
-    assert go("--out_dir=out/a") == 2
-    assert "no checkpoint in out/a can be used" in capsys.readouterr().err
-    assert go("--out_dir=out/a", "--init_from=scratch", "--overwrite=True") == 0
-
-
 def test_ranks_take_the_checkpoint_that_rank_0_found_whole(cut, dataset):
     change_json("out/a/config.json", ranks=2)
     flip("out/a/ckpt/step_00000005/optimizer.safetensors", 2000)  # the other rank sees its size alone

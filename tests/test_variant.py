@@ -137,7 +137,7 @@ def test_generating_equals_stepping_through_the_model_and_its_forward_pass(avera
     assert logits[0, len(PROMPT) - 1 : -1].argmax(-1).tolist() == whole
 
 
-@pytest.mark.parametrize("attention", REGISTERED)
+@pytest.mark.parametrize("attention", [*REGISTERED, TWO[0]])
 @torch.inference_mode()
 def test_a_state_is_repeated_sized_and_saved(average, attention, tmp_path):
     model, file = tiny(attention), str(tmp_path / "a.state")

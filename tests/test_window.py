@@ -147,14 +147,6 @@ def test_a_window_as_long_as_the_text_is_no_window():
     assert not torch.allclose(model(window=19)(ids)[0], expected)
 
 
-def test_a_state_in_a_window_takes_the_same_bytes_however_long_the_text():
-    mix = model(window=64).transformer.h[0].attn.mix
-    few, *sizes = (
-        mix.generation_bytes(mix.empty_state(1, "cpu"), n, 2, torch.float32) for n in (10, 64, 4096, 1_000_000)
-    )
-    assert len({*sizes}) == 1 and few < sizes[0] and mix.empty_state(1, "cpu").switch_over == 64
-
-
 def test_flops_count_the_pairs_in_the_window():
     def pairs(window, T):
         return sum(min(i + 1, window or T) for i in range(T)) / T
