@@ -63,24 +63,6 @@ def test_meta_describes_what_is_there(tmp_path):
     verify(dataset)
 
 
-def test_killed_prepare_redoes_only_unfinished_shards(tmp_path):
-    calls = []
-    with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, calls=calls, fail_at=1)
-    assert calls == [0, 1] and not (tmp_path / "meta.json").exists()
-    (tmp_path / "unfinished" / ".77.tmp").write_bytes(b"cut off")
-    train, _ = write(tmp_path, calls=calls)
-    assert calls == [0, 1, 1, 2]
-    assert sorted(os.listdir(tmp_path)) == [
-        "meta.json",
-        "tokenizer.json",
-        "train_00000.bin",
-        "train_00001.bin",
-        "val_00000.bin",
-    ]
-    assert np.array_equal(Dataset(tmp_path).read("train", 0, 108), train.ravel())
-
-
 def full(*args):
     raise OSError(errno.ENOSPC, "No space left on device")
 

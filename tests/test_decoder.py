@@ -102,17 +102,6 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("attention", ["sympow_gating", "heinsen"])
-@torch.no_grad()
-def test_a_rehearsal_leaves_the_inputs_of_the_convolution_as_they_were(attention):
-    _, decoder = start(tiny(attention=attention, convolution=3), 1, 5)
-    saved = [layer.convolution.recent[0].clone() for layer in decoder.layers]
-    with decoder._restored():
-        decoder._token()
-        assert not any(torch.equal(layer.convolution.recent[0], x) for layer, x in zip(decoder.layers, saved))
-    assert all(torch.equal(layer.convolution.recent[0], x) for layer, x in zip(decoder.layers, saved))
-
-
 @pytest.mark.parametrize("name", MIXES)
 @torch.inference_mode()
 def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):

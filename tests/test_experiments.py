@@ -323,10 +323,7 @@ def test_the_parts_and_the_recipe_report_each_run(experiment):
     main, started, _ = experiment
     assert main(name="parts", experiment=(parts.plan, parts.report)) == 0 and started == list(parts.RUNS)
     assert main(name="recipe", experiment=(recipe.plan, recipe.report)) == 0
-    assert len(started[len(parts.RUNS) :]) == len(recipe.CONTENDERS) + 2
     table = pathlib.Path("out/experiments/tiny/recipe.md").read_text().split("**The best rates, Muon**")[1]
-    row = "| p=4, heads of 64, lr 0.0096 | 1.0000 | +0.0000 | +0.0000 | 9 | 1.5000 | 1.5000 | 1.0 / 2.0 / 3.0 |"
-    assert f"{row} 1,000 / 2,000 | +0.0000 ± 0.0000 |" in table
     assert all(f"| {name}, lr 0.0096 |" in table for name in recipe.CONTENDERS)  # no two are the same model
     assert os.path.getsize("out/experiments/tiny/recipe.png") > 1000
 
@@ -452,16 +449,6 @@ def test_long_texts_take_equal_seconds_in_both_ways_and_are_read_at_once(tmp_pat
         assert measures == (texts | dict(bounds=0), texts | dict(last=0))
 
 
-def test_the_larger_models_are_twice_as_wide_with_the_same_heads():
-    planned = larger.plan(replace(SIZES["small"], dataset="here"))
-    shapes = [
-        tuple(run.settings.get(key, 64) for key in ("n_layer", "n_embd", "n_head", "head_dim")) for run in planned
-    ]
-    assert shapes == 2 * [(12, 768, 6, 128) if name.endswith("128") else (12, 768, 12, 64) for name in larger.NAMES]
-    assert {run.settings["batch_size"] * run.settings["block_size"] for run in planned} == {32768}
-    assert {run.settings["tokens_per_step"] * run.settings["max_iters"] for run in planned} == {131072000}
-
-
 def test_prose_is_read_at_the_best_rates_of_the_recipe(tmp_path):
     size = replace(SIZES["small"], folder=str(tmp_path), dataset="prose")
     settings = dict(seed=1337, learning_rate=4.8e-3)
@@ -471,7 +458,7 @@ def test_prose_is_read_at_the_best_rates_of_the_recipe(tmp_path):
     assert [run.name for run in english.plan(size)] == 3 * names
 
 
-def test_softmax_that_forgets_is_causal_reads_on_and_trains_all_weights(monkeypatch):
+def test_softmax_that_forgets_reads_on_and_trains_all_weights(monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "forgetting", Forgetting)
     torch.manual_seed(SEED)
     model = GPT(GPTConfig(attention="forgetting", n_layer=2, n_head=3, n_embd=48, vocab_size=100)).double()
@@ -479,13 +466,9 @@ def test_softmax_that_forgets_is_causal_reads_on_and_trains_all_weights(monkeypa
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     ids = torch.randint(100, (2, 40))
-    logits = model(ids)[0]
     _, state = model.hidden(ids, model.empty_state(2))
     again = model.hidden(ids, state)[0]
     assert (model.logits(again) - model(ids.repeat(1, 2))[0][:, 40:]).abs().max() < 1e-9
-    ids[:, 30] = (ids[:, 30] + 1) % 100
-    changed = (model(ids)[0] - logits).abs().amax((0, 2))
-    assert changed[:30].max() < 1e-9 and changed[30:].min() > 1e-6
     model(ids[:, :-1], ids[:, 1:])[1].backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 

@@ -10,7 +10,6 @@ from helpers import SMALL, call, dataset, join, metrics, start_ranks  # noqa: F4
 from sympow import train
 from sympow.attention import ATTENTIONS
 from sympow.model import GPT, GPTConfig
-from sympow.runs import checkpoint
 from sympow.runs.settings import read_settings
 from sympow.training import optimizer
 
@@ -97,19 +96,6 @@ def test_a_step_without_a_finite_gradient_changes_no_bit(name, monkeypatch):
             torch.manual_seed(1)
             step(undisturbed, its_optimizer)
     assert all(map(torch.equal, everything(model, chosen), everything(undisturbed, its_optimizer)))
-
-
-def test_a_checkpoint_of_muon_has_all_of_its_state(tmp_path):
-    pairs = [make(), make()]
-    step(*pairs[0])
-    with checkpoint.Writer(tmp_path) as writer:
-        writer.save(*pairs[0], checkpoint.Progress(1))
-    checkpoint.load(checkpoint.newest(tmp_path, thorough=True), *pairs[1])
-    for pair in pairs:
-        torch.manual_seed(5)
-        step(*pair)
-    assert all(map(torch.equal, everything(*pairs[0]), everything(*pairs[1])))
-    assert pairs[0][0].state_dict().keys() == make("adamw")[0].state_dict().keys()
 
 
 COSINE = dict(schedule="cosine", warmup_iters=4, max_iters=14)

@@ -201,15 +201,6 @@ def test_on_resume_stages_that_have_begun_stay_and_later_ones_may_change(go, cap
     assert progress("out/a", 6)["best"] == metrics("out/a", "val_loss")[6]  # others were at another context
 
 
-def test_a_run_without_stages_goes_on_with_one(go):
-    assert go("--out_dir=out/a", "--max_iters=3") == 0
-    assert progress("out/a", 3)["stages"] == [] and progress("out/a", 3)["context"] == 32
-    assert go("--out_dir=out/a", "--then=256@0.5") == 0
-    assert go("--out_dir=out/b", "--then=256@3") == 0
-    assert metrics("out/a") == metrics("out/b")
-    assert metrics("out/a", "val_loss")[6] == metrics("out/b", "val_loss")[6]
-
-
 def test_the_rehearsal_at_the_final_context_changes_no_bit_and_tells_too_little_memory(
     go, reference, monkeypatch, capsys
 ):

@@ -145,10 +145,6 @@ def test_weights_of_another_run_can_be_taken(go, capsys):
     assert go("--out_dir=out/e", "--init_from=out/a", "--eval_only=True") == 0 and not os.path.exists("out/e")
     expected = f"val loss {metrics('out/a', 'val_loss')[12]:.4f}"  # even_power still: settings come with the weights
     assert expected in capsys.readouterr().out
-    assert go("--out_dir=out/c", "--n_embd=64", "--attention=sympow_gating", "--init_from=out/a") == 2
-    assert "the weights in out/a/ckpt/step_00000012 do not fit this model" in refusal(capsys)
-    assert go("--out_dir=out/d", "--init_from=out/nothing") == 2
-    assert "init_from: there is no whole checkpoint in out/nothing; give auto, " in refusal(capsys)
 
 
 def test_accumulation_and_batch_size_do_not_change_the_step(go):
@@ -185,10 +181,8 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
         (["--gradient_accumulation_steps=3"], "= 384, but tokens_per_step is 256: give one of them"),
         (["--dataset=nowhere"], "no dataset 'nowhere'"),
         (["--batch_size=0"], "batch_size must be at least 1, got 0"),
-        (["--device=cuda:77"], "device cuda:77 is not there"),
         (["--beta1=1"], "beta1 must be in [0, 1), got 1.0"),
         (["--device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
-        (["--lerning_rate=1"], "did you mean learning_rate?"),
         (["--lr=1"], "unknown key --lr=1: did you mean learning_rate?"),
         (["--eval_iters=1"], "--eval_iters=1: did you mean eval_tokens (eval_iters x batch_size x block_size)?"),
         (["--attention=sympow,sympow_gatng"], "got 'sympow_gatng': did you mean sympow_gating?"),
