@@ -101,11 +101,3 @@ def test_rotation_speed_is_in_float32_under_autocast_and_starts_at_one():
     assert u.dtype == torch.float64 and (u - exact).abs().max() < 1e-5
     fresh = ConformalSympow(mix.config)
     assert (fresh.beta(linear_fp32(x, fresh.input_weight())) == 1).all()
-
-
-def test_a_conformal_layer_computes_conformal_attention():
-    mix, x, qkv = conformal_layer(), torch.randn(2, 9, 1 + 2), torch.randn(2, 9, 8, 6)
-    q, k, v = mix.split(qkv)
-    u = mix.beta(x).double().cumsum(1)
-    q, k = rotary(q, u, mix.rope_base), rotary(k, u, mix.rope_base)
-    assert torch.equal(mix(x, qkv)[0], power_attention(q, k, v, mix.gate(x[..., 1:]), p=2))

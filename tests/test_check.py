@@ -211,18 +211,6 @@ def test_generation_steps_through_the_model_if_the_decoder_fails(on_gpu, monkeyp
     assert [args[1:] for args in requests] == [(torch.float32, torch.bfloat16)]
 
 
-@pytest.mark.parametrize("attention", [*ATTENTIONS, "mixture"])
-def test_training_in_float16_is_planned_as_it_is_computed_in_float32(attention, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    adaptive = {"attention": "adaptive_power", "adaptive": "mixture"} if attention == "mixture" else {}
-    config = GPTConfig(**{"attention": attention, "n_head": 1, "n_embd": 64, **adaptive})
-    mix = ATTENTIONS[config.attention](config)
-    for block_size in (1024, 65536):
-        half, single = ((block_size, dtype, "cuda") for dtype in (torch.float16, torch.float32))
-        assert mix.plans(*half) == mix.plans(*single)
-        assert mix.attention_flops(*half) == mix.attention_flops(*single)
-
-
 def test_generation_with_float16_weights_stays_in_pytorch(on_gpu, monkeypatch):
     """The kernels take no float16: that is one line of warning at most, and no check."""
     monkeypatch.setattr(decoder, "compare", None)  # not called

@@ -398,7 +398,7 @@ def test_a_changed_model_generates_with_its_own_step(change, attention, reason, 
         (dict(attention="conformal_sympow,sympow_gating", reset_token=3), 6),
         (dict(attention="sympow", n_kv_head=1), "always"),
         (dict(attention="softmax", positions="learned", n_positions=8, **GPT2), None),
-        (dict(attention="heinsen", values="log"), None),
+        (dict(attention="heinsen", values="log", convolution=3), None),
     ],
 )
 @torch.inference_mode()
