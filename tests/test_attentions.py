@@ -70,10 +70,11 @@ def test_propositions_1_and_2_rotated_and_gated_sympow_is_a_conformal_map_of_its
     assert torch.allclose(y, by_recurrence(q, k, v, gamma, beta, p, S_rotates=S_rotates), rtol=1e-8)
 
 
-def test_fixed_gates_are_alibi():
+@pytest.mark.parametrize("heads", [4, 8])
+def test_fixed_gates_are_alibi(heads):
     """Appendix A.1: exp(q.k + m (j - i)) = gamma^(i-j) exp(q.k), with gamma = exp(-m) at every token."""
-    log_g = FixedGate(8)(torch.zeros(B, T, 1))
-    assert torch.allclose(log_g, -torch.tensor([2.0**-h for h in range(1, 9)]).expand(B, T, 8))
+    log_g = FixedGate(heads)(torch.zeros(B, T, 1))
+    assert torch.allclose(log_g, -torch.tensor([2 ** (-8 * h / heads) for h in range(1, heads + 1)]).expand(B, T, -1))
 
 
 def test_gates_are_log_sigmoid_in_float32_under_autocast():

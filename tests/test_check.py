@@ -211,6 +211,13 @@ def test_generation_steps_through_the_model_if_the_decoder_fails(on_gpu, monkeyp
     assert [args[1:] for args in requests] == [(torch.float32, torch.bfloat16)]
 
 
+def test_training_in_float16_is_planned_as_it_is_computed_in_float32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    mix = ATTENTIONS["sympow_gating"](GPTConfig(attention="sympow_gating", n_head=1, n_embd=64))
+    half, single = ((65536, dtype, "cuda") for dtype in (torch.float16, torch.float32))
+    assert mix.plans(*half) == mix.plans(*single)
+
+
 def test_generation_with_float16_weights_stays_in_pytorch(on_gpu, monkeypatch):
     """The kernels take no float16: that is one line of warning at most, and no check."""
     monkeypatch.setattr(decoder, "compare", None)  # not called

@@ -449,6 +449,11 @@ def test_long_texts_take_equal_seconds_in_both_ways_and_are_read_at_once(tmp_pat
         assert measures == (texts | dict(bounds=0), texts | dict(last=0))
 
 
+def test_the_larger_models_are_twice_as_wide():
+    for run in larger.plan(replace(SIZES["small"], dataset="here")):
+        assert (run.settings["n_layer"], run.settings["n_embd"]) == (12, 768)
+
+
 def test_prose_is_read_at_the_best_rates_of_the_recipe(tmp_path):
     size = replace(SIZES["small"], folder=str(tmp_path), dataset="prose")
     settings = dict(seed=1337, learning_rate=4.8e-3)

@@ -87,6 +87,12 @@ def test_auto_is_what_an_attention_learns_best_with(arguments, values):
     assert GPTConfig(**vars(config)) == config
 
 
+def test_a_fresh_gate_is_sigmoid_of_gate_bias_at_every_token():
+    gate = ATTENTIONS["sympow_gating"](GPTConfig(attention="sympow_gating", gate_bias=0.5)).gate
+    products = torch.randn(2, 768) @ gate.input_weight().T
+    assert torch.allclose(gate(products).exp(), torch.tensor(0.5).sigmoid().expand(2, 12))
+
+
 # ---- a position embedding and an output layer of an attention's own
 
 

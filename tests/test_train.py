@@ -375,6 +375,7 @@ def test_config_files_are_complete():
         assert "max_seconds" not in values  # a busy machine takes the same steps
         if values.get("dataset") == "longcrawl64":
             assert name.startswith("hybrid" if "," in model.attention else model.attention)
+            assert f"_p{model.p}" in name or not any(map(str.isdigit, name))
             cfg = train.TrainConfig(**{f.name: values[f.name] for f in fields(train.TrainConfig) if f.name in values})
             assert (cfg.block_size, cfg.tokens_per_step) == (4096, 524288)
             assert settings.accumulation_steps(cfg, values, 8) * 8 * cfg.batch_size * 4096 == 524288
