@@ -60,6 +60,11 @@ def assert_near_float64(found, x, **options):
 LENGTHS = [3, 0, 1, 4, 0]
 
 
+def test_one_sequence_is_what_it_is_without_cu_seqlens():
+    cu_seqlens, x = make([7], dtype="float64")
+    assert_close(results(packed, x, cu_seqlens=cu_seqlens), results(packed, x), 0)
+
+
 @pytest.fixture
 def on_kernels(monkeypatch):
     """Let power_attention use the kernels in float32, wherever tensors are; return the names of what it called."""

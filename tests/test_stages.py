@@ -194,7 +194,7 @@ def test_on_resume_stages_that_have_begun_stay_and_later_ones_may_change(go, cap
     assert message in refused("--max_iters=6")
     assert message in refused("--max_iters=6", "--then=64@2,128@3")  # by which it had entered 128
     assert "was trained with block_size=32, now block_size=64" in refused("--block_size=64", "--then=128@2")
-    assert progress("out/a", 4)["best"] < math.inf
+    assert progress("out/a", 4)["best"] < math.inf and progress("out/a", 4)["context"] == 64
     assert go("--out_dir=out/a", "--max_iters=6", "--then=64@2,256@4") == 0
     assert [line["context"] for line in lines("out/a") if "train_loss" in line] == [32, 32, 64, 64, 256, 256]
     assert [line["context"] for line in lines("out/a") if "val_loss" in line] == [64, 64, 256]
