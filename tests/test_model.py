@@ -96,6 +96,12 @@ def test_an_even_power_checkpoint_loaded_as_sympow_gives_the_same_logits(p):
         assert (even(ids)[0] - sympow(ids)[0]).abs().max() < 1e-4
 
 
+def test_the_form_does_not_change_what_is_learned():
+    ids, forms = torch.randint(0, 97, (2, 33)), ("quadratic", "chunked")
+    one, other = (gradients(ids, True, attention="sympow_gating", form=form, chunk_size=8) for form in forms)
+    assert all(map(torch.allclose, one, other))
+
+
 @pytest.mark.parametrize("attention,gate", KINDS)
 def test_a_reset_token_hides_everything_before_it(attention, gate):
     model = tiny(attention, gate, reset_token=7)
