@@ -234,8 +234,8 @@ class Decoder:
 
         logits and state are the model's after the prompt; the decoder was made from this state, and resumes from it as
         if nothing had happened. The tokens are the likeliest ones after the prompt, fewer if the decoder is made for
-        fewer or would flush a cache. Where there is none, or no memory for model.step's copy of a KV cache, nothing is
-        compared here; kernels and layers of these sizes have been, with float64.
+        fewer or would flush a cache. Without any, or without memory for model.step's copy of a KV cache, nothing is
+        compared here. Layers of these sizes were compared with float64 before.
         """
         count = min(tokens, self.tokens_left - 1, *(layer.room() for layer in self.layers))
         with self._restored():

@@ -28,6 +28,12 @@ def test_entries_are_in_lexicographic_order_of_non_decreasing_multi_indices(d, p
     assert torch.allclose(phi, torch.tensor(expected, dtype=torch.float64), rtol=1e-12)
 
 
+def test_compiled_features_are_the_same():
+    x = torch.randn(3, 4, dtype=torch.float64)
+    compiled = torch.compile(symmetric_power_embedding, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, 4), symmetric_power_embedding(x, 4))
+
+
 def test_dimension_is_the_number_of_multisets():
     for d in (1, 2, 16, 64, 128):
         for p in (1, 2, 4, 6, 8):
