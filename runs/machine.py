@@ -5,7 +5,7 @@ import os
 import numpy as np
 import torch
 
-from sympow.code import MODEL, hash_sources, read_sources
+from sympow.code import MODEL, hash_sources, read_modules, read_sources
 from ..attention.operator.dispatch import disable_kernels, first_line, warn_once
 from .processes import Failed
 
@@ -124,11 +124,13 @@ def cache_graphs():
     """Let torch.compile find its graphs of forward and backward passes on disk at the next start of the same code.
 
     Autograd functions and torch.autocast keep graphs out of that cache unless a program says that it knows the calls.
-    The model's code is a part of the key, because a graph does not say how its operators are differentiated.
+    The model's code is a part of the key, because a graph does not say how its operators are differentiated; and so is
+    that of the experiments and of other modules that are loaded, which may have registered attentions of their own.
     """
     import torch._functorch.config as autograd
     import torch._inductor.config as inductor
 
     autograd.autograd_cache_allow_custom_autograd_functions = True
     calls = [f"torch.amp.autocast_mode._{name}_autocast" for name in ("enter", "exit")]
-    inductor.unsafe_marked_cacheable_functions = dict.fromkeys(calls, hash_sources(read_sources(MODEL)))
+    code = read_sources((*MODEL, "experiments/")) | read_modules()
+    inductor.unsafe_marked_cacheable_functions = dict.fromkeys(calls, hash_sources(code))

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import logging
 import re
+import sys
 import textwrap
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,8 @@ TRAINING = (
     "experiments/forgetting.py experiments/gated_deltanet.py".split(),
 )
 
+KNOWN = {"sympow", "torch", *sys.stdlib_module_names}  # torch's has modules that it has written itself
+
 
 def record_code(places=TRAINING):
     """Return a record of the code in these places: the package's version, the hashes of the files, and one of their
@@ -43,6 +46,17 @@ def read_sources(places):
     """Return {name: bytes} of the files in these places."""
     paths = [path for place in places for path in (PACKAGE / place, *(PACKAGE / place).rglob("*.py")) if path.is_file()]
     return {path.relative_to(PACKAGE).as_posix(): path.read_bytes() for path in sorted(paths)}
+
+
+def read_modules():
+    """Return {name: bytes} of the loaded modules that are neither this package's, nor Python's, nor installed."""
+    sources = {}
+    for name, module in sorted(sys.modules.items()):
+        path, package = Path(getattr(module, "__file__", None) or "."), name.partition(".")[0]
+        installed = {"site-packages", "dist-packages"}.intersection(path.parts)
+        if path.suffix == ".py" and path.is_file() and not installed and package not in KNOWN:
+            sources[name] = path.read_bytes()
+    return sources
 
 
 def hash_sources(sources):

@@ -1,6 +1,7 @@
 """train.py does what its settings say, from its arguments to its run folder."""
 
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -311,11 +312,20 @@ def test_a_missing_toolchain_is_one_line_unless_compilation_was_demanded(go, mon
     assert go("--out_dir=out/b", "--compile=auto") == 0  # a CPU does not try
 
 
-@pytest.mark.slow
-def test_a_model_is_compiled_by_its_parts_and_not_again_before_its_code_changes(tmp_path, monkeypatch):
-    """Three layers of one kind are two blocks, since the first one has nothing to add, beside embedding and loss."""
+@pytest.fixture
+def graph_cache():
+    """Return torch._inductor's settings, and set back afterwards those that machine.cache_graphs sets."""
     import torch._functorch.config as autograd
     import torch._inductor.config as inductor
+
+    names = "autograd_cache_allow_custom_autograd_functions", "unsafe_marked_cacheable_functions"
+    with autograd.patch(names[0], False), inductor.patch(names[1], {}):
+        yield inductor
+
+
+@pytest.mark.slow
+def test_a_model_is_compiled_by_its_parts_and_not_again_before_its_code_changes(tmp_path, monkeypatch, graph_cache):
+    """Three layers of one kind are two blocks, since the first one has nothing to add, beside embedding and loss."""
     from torch._dynamo.utils import counters
 
     from sympow.model import GPT, GPTConfig
@@ -332,11 +342,6 @@ def test_a_model_is_compiled_by_its_parts_and_not_again_before_its_code_changes(
         return {name: n for name, n in counters["aot_autograd"].items() if name.startswith("autograd_cache")}
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    for config, name in (
-        (autograd, "autograd_cache_allow_custom_autograd_functions"),
-        (inductor, "unsafe_marked_cacheable_functions"),
-    ):
-        monkeypatch.setattr(config, name, getattr(config, name))  # to be set back
     ids = torch.zeros(1, 16, dtype=torch.int64)
     new = dict(autograd_cache_miss=4, autograd_cache_saved=4)
     machine.cache_graphs()
@@ -344,6 +349,18 @@ def test_a_model_is_compiled_by_its_parts_and_not_again_before_its_code_changes(
     monkeypatch.setattr(machine, "hash_sources", lambda sources: "of other code")
     machine.cache_graphs()
     assert compile_model() == new
+
+
+def test_graphs_of_another_code_of_an_attention_of_ones_own_are_not_found(tmp_path, monkeypatch, graph_cache):
+    """A graph names the operators that the user's module registers, but not their derivatives."""
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = []
+    for code in ("x = 1", "x = 1", "x = 2"):
+        (tmp_path / "an_attention_of_ones_own.py").write_text(code)
+        importlib.import_module("an_attention_of_ones_own")
+        machine.cache_graphs()
+        keys.append(graph_cache.unsafe_marked_cacheable_functions)
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_wandb_has_nanogpts_names_and_our_own_step(go, wandb_server):  # noqa: F811
