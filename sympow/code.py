@@ -29,7 +29,8 @@ TRAINING = (
     "experiments/forgetting.py experiments/gated_deltanet.py".split(),
 )
 
-KNOWN = {"sympow", "torch", *sys.stdlib_module_names}  # torch's has modules that it has written itself
+# packages that `read_modules` leaves out; torch writes modules of its own into temporary files
+KNOWN = {"sympow", "torch", *sys.stdlib_module_names}
 
 
 def record_code(places=TRAINING):
