@@ -104,7 +104,7 @@ def settings_of(config, path):
     Raises DataError for a model that is more than that, such as scaled rotations, and KeyError for a missing size.
     """
     kind = config["model_type"]
-    family, rope = FAMILIES[kind], config.get("rope_parameters") or config.get("rope_scaling") or {}
+    family, rope = FAMILIES[kind], config.get("rope_scaling") or config.get("rope_parameters") or {}
     values = {**family.defaults, "rope_type": rope.get("type", "default")}
     values |= {name: value for name, value in {**config, **rope}.items() if value is not None}
     allowed = family.allowed | {"attention_bias": (values.get("mlp_bias"),)}  # which a Llama has everywhere or nowhere

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+from dataclasses import fields
 
 import torch
 from torch.nn import functional as F
@@ -24,10 +25,11 @@ from torch.nn import functional as F
 from sympow.code import warn_of_changes
 from ..attention import ATTENTIONS
 from ..attention.variant import RECIPE, with_defaults
-from ..data import describe_error, need
+from ..data import DataError, describe_error, need
 from ..data.files import read_json
 from ..data.huggingface import one_line, tokenizers_json
 from ..data.tokenizer import load_tokenizer
+from ..layers.activation import mlp_widths
 from ..layers.mixing import projected_heads
 from ..model import GPTConfig
 from . import checkpoint
@@ -68,13 +70,33 @@ class Source:
         """
         self.path, self.model, self.folder, self.kind = path, model, folder, kind
         stored, self.shapes = read_shapes(folder, "model"), {}  # by our names
-        self.stored_names = stored_names(kind, stored, model)
+        self.stored_names, own = stored_names(kind, stored, model), GPTConfig(**model)
+        self._check_tied(stored)
         with one_line(folder, "has tensors that do not belong together"), torch.device("meta"):
             for name, parts in self.stored_names.items():
+                rows, whole = [stored[part][0] for part in parts], [mlp_widths(own)[1]] * 2
+                whole = [n * own.head_dim for n in projected_heads(own)] if ".c_attn." in name else whole
+                if rows[1:] and sum(rows) == sum(whole) and rows != whole:
+                    raise DataError(f"{path}: {', '.join(parts)} have {rows} rows, not {whole}")
                 shape = [*self._join(name, lambda part: torch.empty(stored[part])).shape]
                 if name in VOCABULARY:  # ours are padded, theirs need not be
                     shape[0] = -(-shape[0] // 64) * 64
                 self.shapes[name] = shape
+
+    def _check_tied(self, stored):
+        """Raise DataError if a file with these names has a head of its own where config.json says that it has none.
+
+        Older versions of transformers leave such a head out, newer ones take it.
+        """
+        head, embedding = "lm_head.weight", self.stored_names.get("transformer.wte.weight")
+        if head not in stored or head in self.stored_names or not embedding:
+            return
+        with Tensors(self.folder, "model") as saved:
+            if not torch.equal(*(saved.read(name).float() for name in (head, embedding[0]))):
+                raise DataError(
+                    f"{head} in {self.path} is not the embedding, though its config.json has tie_word_embeddings=True: "
+                    "it must be False, or the tensor must go"
+                )
 
     def _join(self, name, read):
         """Return a tensor as this repository has it from its parts; read: a function of a name in a file."""
@@ -221,7 +243,7 @@ def read_folder(folder, config, path):
     repository cannot have.
     """
     kind = config["model_type"]
-    if kind != "sympow" and kind not in FAMILIES:
+    if kind not in ("sympow", *FAMILIES):
         raise ValueError(f"{path} has a model of type {kind!r}, which is none of sympow, {', '.join(FAMILIES)}")
     with one_line(f"config.json in {path}", "is not of a model of this version"):
         if kind == "sympow":
@@ -229,6 +251,10 @@ def read_folder(folder, config, path):
             settings = with_defaults(GPTConfig, config["model"])
         else:
             settings = settings_of(config, path)
+        for field in fields(GPTConfig):
+            value, kinds = settings.get(field.name, field.default), field.type
+            if not isinstance(value, kinds) and not (type(value) is int and isinstance(0.0, kinds)):
+                raise DataError(f"config.json in {path} has a value of another type: {field.name}={value!r}")
         GPTConfig(**settings)
     return Source(path, settings, folder, kind)
 

@@ -115,11 +115,15 @@ def test_a_config_of_transformers_4_and_half_precision_are_read(dataset, tmp_pat
     [
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}}, "has rope_type=llama3"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "has rope_type=linear"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "has rope_type=linear"),  # which transformers prefers
         ({"partial_rotary_factor": 0.5}, "has partial_rotary_factor=0.5"),
         ({"use_sliding_window": True}, "is no llama as this model can be it: its config.json has use_sliding_window"),
         ({"hidden_act": "gelu"}, "has hidden_act=gelu"),
         ({"attention_bias": True}, "has attention_bias=True"),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
+        ({"tie_word_embeddings": "false"}, "has a value of another type: tied_head='false'"),
+        ({"hidden_size": 32.0}, "has a value of another type: n_embd=32.0"),
+        ({"model_type": ["llama"]}, "has a model of type ['llama']"),
         ({"head_dim": 16}, "attn.c_attn.weight is [64, 32], not [128, 32]"),
         ({"intermediate_size": 64}, "mlp.c_fc.weight is [96, 32], not [128, 32]"),
         ({"model_type": "qwen3"}, "q_norm.weight is missing"),
@@ -141,6 +145,24 @@ def test_a_tensor_that_is_not_known_is_named(llama, dataset, tmp_path):
     model_of(tmp_path / "hf", dataset)
     save_file(weights | {"model.layers.0.mlp.experts.weight": torch.ones(4)}, tmp_path / "hf/model.safetensors")
     with pytest.raises(ValueError, match=r"transformer.h.0.mlp.experts.weight is \[4\], not missing"):
+        model_of(tmp_path / "hf", dataset)
+
+
+@pytest.mark.parametrize(
+    "shapes, message",
+    [
+        ({"lm_head": (257, 32)}, "lm_head.weight in .* is not the embedding"),
+        ({"self_attn.q_proj": (16, 32), "self_attn.k_proj": (32, 32)}, r"have \[16, 32, 16\] rows, not \[32, 16, 16\]"),
+        ({"mlp.gate_proj": (32, 32), "mlp.up_proj": (64, 32)}, r"have \[32, 64\] rows, not \[48, 48\]"),
+    ],
+)
+def test_weights_that_would_be_read_as_others_are_refused(llama, dataset, tmp_path, shapes, message):
+    shutil.copytree(llama[0], tmp_path / "hf")
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    for name, shape in shapes.items():
+        weights[f"model.layers.0.{name}.weight" if "." in name else f"{name}.weight"] = torch.ones(shape)
+    save_file(weights, tmp_path / "hf/model.safetensors")
+    with pytest.raises(ValueError, match=message):
         model_of(tmp_path / "hf", dataset)
 
 
