@@ -124,8 +124,8 @@ def cache_graphs():
     """Let torch.compile find its graphs of forward and backward passes on disk at the next start of the same code.
 
     Autograd functions and torch.autocast keep graphs out of that cache unless a program says that it knows the calls.
-    A graph does not say how its operators are differentiated, so code is a part of the key: the model's, that of the
-    experiments, and that of loaded modules that are not installed, which may have attentions of their own.
+    A graph does not say how its operators are differentiated. So the key has the code of the model and the experiments
+    in it, and of loaded modules that are not installed, which may have attentions of their own.
     """
     import torch._functorch.config as autograd
     import torch._inductor.config as inductor

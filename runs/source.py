@@ -74,10 +74,11 @@ class Source:
         self._check_tied(stored)
         with one_line(folder, "has tensors that do not belong together"), torch.device("meta"):
             for name, parts in self.stored_names.items():
-                rows, whole = [stored[part][0] for part in parts], [mlp_widths(own)[1]] * 2
-                whole = [n * own.head_dim for n in projected_heads(own)] if ".c_attn." in name else whole
-                if rows[1:] and sum(rows) == sum(whole) and rows != whole:
-                    raise DataError(f"{path}: {', '.join(parts)} have {rows} rows, not {whole}")
+                rows, expected = [stored[part][0] for part in parts], [mlp_widths(own)[1]] * 2
+                if ".c_attn." in name:
+                    expected = [n * own.head_dim for n in projected_heads(own)]
+                if rows[1:] and sum(rows) == sum(expected) and rows != expected:
+                    raise DataError(f"{path}: {', '.join(parts)} have {rows} rows, not {expected}")
                 shape = [*self._join(name, lambda part: torch.empty(stored[part])).shape]
                 if name in VOCABULARY:  # ours are padded, theirs need not be
                     shape[0] = -(-shape[0] // 64) * 64

@@ -18,15 +18,15 @@ SHORT = {"README.md": 100, "docs/understand/attention.md": 150}  # the most line
 # have now and, where users add their own, an attention, an activation and a schedule more
 SIZES = {
     "model.py": 1920, "train.py": 1950, "sample.py": 1100, "top level": 8960, "kernels": 38150, "attention": 24100,
-    "experiments": 7070, "data": 12500, "runs": 12660, "generation": 5500, "bench": 4150, "training": 4170,
+    "experiments": 7070, "data": 12500, "runs": 12870, "generation": 5500, "bench": 4150, "training": 4170,
     "sympow": 3290, "layers": 2360, "config": 480,
 }  # fmt: skip
 # (file, whether imports inside functions count): the most files, and nodes in them, that its imports reach
 REACHED = {
     ("model.py", False): (41, 25000),
     ("model.py", True): (76, 51500),
-    ("train.py", False): (74, 47950),
-    ("train.py", True): (114, 81000),
+    ("train.py", False): (74, 48250),
+    ("train.py", True): (114, 81300),
 }
 UNCOUNTED = ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop, ast.Module
 MODEL = {"model", "layers", "attention", "kernels"}
