@@ -59,7 +59,8 @@ REQUIRED = re.compile(
 class Source:
     """The weights of a model, in a folder.
 
-    Attributes: path (as it was given, or of the checkpoint), model (its settings, a dict of fields of GPTConfig).
+    Attributes: path (as it was given, or of the checkpoint), model (its settings, a dict of fields of GPTConfig),
+    config (the GPTConfig of these settings).
     """
 
     def __init__(self, path, model, folder, kind="sympow"):
@@ -70,13 +71,13 @@ class Source:
         """
         self.path, self.model, self.folder, self.kind = path, model, folder, kind
         stored, self.shapes = read_shapes(folder, "model"), {}  # by our names
-        self.stored_names, own = stored_names(kind, stored, model), GPTConfig(**model)
+        self.stored_names, self.config = stored_names(kind, stored, model), GPTConfig(**model)
         self._check_tied(stored)
         with one_line(folder, "has tensors that do not belong together"), torch.device("meta"):
             for name, parts in self.stored_names.items():
-                rows, expected = [stored[part][0] for part in parts], [mlp_widths(own)[1]] * 2
+                rows, expected = [stored[part][0] for part in parts], [mlp_widths(self.config)[1]] * 2
                 if ".c_attn." in name:
-                    expected = [n * own.head_dim for n in projected_heads(own)]
+                    expected = [n * self.config.head_dim for n in projected_heads(self.config)]
                 if rows[1:] and sum(rows) == sum(expected) and rows != expected:
                     raise DataError(f"{path}: {', '.join(parts)} have {rows} rows, not {expected}")
                 shape = [*self._join(name, lambda part: torch.empty(stored[part])).shape]
@@ -102,12 +103,12 @@ class Source:
     def _join(self, name, read):
         """Return a tensor as this repository has it from its parts; read: a function of a name in a file."""
         parts = self.stored_names[name]
-        return join(self.kind, parts, [*map(read, parts)], GPTConfig(**self.model).head_dim)
+        return join(self.kind, parts, [*map(read, parts)], self.config.head_dim)
 
     def check(self, config, fresh=True):
         """Raise ValueError if a model of this GPTConfig cannot take these weights. fresh: it may have weights that no
         layer here has."""
-        own = GPTConfig(**self.model)
+        own = self.config
         for i in range(min(own.n_layer, config.n_layer)):
             old, new = own.layer(i).attention, config.layer(i).attention
             if ATTENTIONS[old].rotates != ATTENTIONS[new].rotates:
@@ -137,7 +138,7 @@ class Source:
 
     def describe(self, config):
         """Return a line that says which weights are new in a model of this GPTConfig, and which are dropped."""
-        changes, own = [], GPTConfig(**self.model)
+        changes, own = [], self.config
         for name in NAMED:
             if getattr(own, name) != getattr(config, name):
                 changes.append(f"{name}={getattr(own, name)} becomes {getattr(config, name)}")
