@@ -212,7 +212,7 @@ def measure(names, B, T):
 
 def ratios(result, cudnn):
     """Return the ratios of a result's times to cuDNN's, as far as both are measured."""
-    kinds = [kind for kind in ("forward", "forward_backward") if {f"{kind}_ms"} <= result.keys() & cudnn.keys()]
+    kinds = [kind for kind in ("forward", "forward_backward") if f"{kind}_ms" in result.keys() & cudnn.keys()]
     return {f"{kind}_ratio": result[f"{kind}_ms"] / cudnn[f"{kind}_ms"] for kind in kinds}
 
 

@@ -58,16 +58,16 @@ COLUMNS = {  # key of a row -> (title, place, format)
 }
 
 
-def take_steps(network, model, optimizer, x, y, steps):
+def take_steps(model, optimizer, x, y, steps):
     """Take steps of training on the tokens x and targets y; return the seconds of one, with the wait for the GPU.
 
-    network is the model, compiled or not; it returns (logits or None, loss). Raises FloatingPointError for a loss that
-    is not finite.
+    The model's parts may be compiled; it returns (logits or None, loss). Raises FloatingPointError for a loss that is
+    not finite.
     """
     start = time.perf_counter()
     for _ in range(steps):
         with torch.autocast(x.device.type, torch.bfloat16):
-            _, loss = network(x, y)
+            _, loss = model(x, y)
         loss.backward()
         take_step(model, optimizer, 1.0)
     if not math.isfinite(loss.item()):  # waits for the GPU
@@ -86,7 +86,7 @@ def make_steps(config, T, tokens, device):
     if device != "cpu":
         compile_parts(model)
     ids = torch.randint(config.vocab_size, (tokens // T, T + 1), device=device)
-    return partial(take_steps, model, model, make_optimizer(model, TrainConfig()), ids[:, :-1], ids[:, 1:])
+    return partial(take_steps, model, make_optimizer(model, TrainConfig()), ids[:, :-1], ids[:, 1:])
 
 
 def measure(settings, T, tokens, args):
