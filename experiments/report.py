@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import fmean, stdev
 
 from sympow.compare import format_count, markdown
-from sympow.runs.plots import make_figure, save_figure
+from sympow.runs.plots import COLOURS, make_figure, save_figure
 from sympow.runs.program import refuse
 
 # 97.5% quantiles of Student's t distribution for 1, 2, 3, ... degrees of freedom; the last stands for more, too
@@ -161,7 +161,7 @@ def table(title, columns, entries):
 def plot(lines, labels, png):
     """Draw lines {name: (x, y)} through their points, over a logarithm of x; labels: of the axes of x and y."""
     figure, (axis,) = make_figure(1)
-    for name, points in lines.items():
-        axis.plot(*points, "o-", label=name)
+    for i, (name, points) in enumerate(lines.items()):
+        axis.plot(*points, "os^"[i // len(COLOURS) % 3] + "-", label=name)  # each colour with other marks, then
     axis.set(xlabel=labels[0], ylabel=labels[1], xscale="log")
     save_figure(figure, png)
