@@ -139,9 +139,10 @@ class Decoder:
         return self._bytes
 
     def _flush_full(self):
-        """Flush the caches that are full into the states."""
+        """Flush the caches that are full, or at their layer's turn, into the states."""
         with device_guard(self.device):
-            replaced = [layer.flush_full(self.tokens_left) for layer in self.layers]
+            turns = enumerate(self.layers)
+            replaced = [layer.flush_full(self.tokens_left, i / len(self.layers)) for i, layer in turns]
         if any(replaced):
             self.graph = None
             self._count_bytes()

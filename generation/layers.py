@@ -9,12 +9,15 @@ EMBEDDINGS. A layer is made from the State after the prompt, which it copies int
 
 and the decoder asks it, whatever it is, for
 
-    step()                     launch the attention of one token, from x to y
-    count_token()              note that a token was read
-    room()                     return how many tokens it can read before a flush
-    flush_full(tokens_left)    flush its cache if it is full; return True if it has other buffers now
-    tensors()                  the buffers of its state
-    changes()                  the buffers that a step changes, except for the entry that it appends to a cache
+    step()                           launch the attention of one token, from x to y
+    count_token()                    note that a token was read
+    room()                           return how many tokens it can read before its cache is full
+    flush_full(tokens_left, turn)    flush its cache if full, or at its turn; return True if it has other buffers now
+    tensors()                        the buffers of its state
+    changes()                        the buffers that a step changes, except for the entry that it appends to a cache
+
+A flush takes longer than a token's layer. So the layers have turns, from 0 to 1 of the tokens between two flushes, and
+no token waits for the flushes of all.
 """
 
 import math
@@ -126,7 +129,7 @@ class CachedLayer:
         """Allocate the buffers for a LayerState and the tokens that will be cached, and copy it."""
         b, c, n = self.buffers, self.buffers.config, state.cached_tokens
         policy = self.attention.cache_policy(state, b.dtype.itemsize)
-        self.limit, C = policy.limit, policy.room(n, tokens_left)
+        self.limit, self.window, C = policy.limit, policy.window, policy.room(n, tokens_left)
         shape = b.B, C, c.n_kv_head
         k, v = (b.zeros(*shape, c.head_dim, dtype=b.dtype) for _ in range(2))
         sums, resets = b.zeros(*shape, dtype=torch.float64), b.zeros(*shape, dtype=torch.int32)
@@ -163,8 +166,11 @@ class CachedLayer:
     def room(self):
         return self.limit - self.cached
 
-    def flush_full(self, tokens_left):
-        return False
+    def should_flush(self, tokens_left, turn):
+        """Return whether the cache is full, or has more than its window at this layer's turn."""
+        between = self.limit - self.window  # tokens from flush to flush; the first one into a state is of a full cache
+        takes_turns = self.cached > self.window and (self.window or self.power)
+        return self.cached >= self.limit or takes_turns and (tokens_left + int(turn * between)) % between == 0
 
     def tensors(self):
         return [*self.changes(), *self.cache[:4]]
@@ -180,16 +186,15 @@ class SoftmaxLayer(CachedLayer):
         b, cache = self.buffers, self.cache
         if b.config.reset_token < 0:
             cache = decode_cache.Cache(cache.k, cache.v, cache.gate_sums, None, cache.count)
-        sums, window = b.sums(self.parts, softmax=True), self.attention.config.window or decode_softmax.NO_WINDOW
+        sums, window = b.sums(self.parts, softmax=True), self.window or decode_softmax.NO_WINDOW
         decode_softmax.attend_softmax(b.qkv, b.rotation, cache, sums, b.y, window)
 
-    def flush_full(self, tokens_left):
-        """Move the window to the front of the cache if that is full; the buffers stay."""
-        if self.cached == self.limit:
-            window = self.attention.config.window
+    def flush_full(self, tokens_left, turn):
+        """Move the window to the front of the cache; the buffers stay."""
+        if self.should_flush(tokens_left, turn):
             for x in self.cache[:4]:
-                x[:, :window] = x[:, -window:].clone()
-            self.cached = window
+                x[:, : self.window] = x[:, self.cached - self.window : self.cached].clone()
+            self.cached = self.window
             self.count.fill_(self.cached)
         return False
 
@@ -208,9 +213,9 @@ class PowerLayer(CachedLayer):
         sums = b.sums(self.parts, softmax=False)
         decode_power.attend(b.qkv, b.rotation, self.cache, self.power, sums, b.y, self.attention.p)
 
-    def flush_full(self, tokens_left):
-        """Flush the cache into the state if it is full. The first allocates the state and a smaller cache."""
-        full, first = self.cached >= self.limit, self.power is None
+    def flush_full(self, tokens_left, turn):
+        """Flush the cache into the state. The first time allocates the state and a smaller cache."""
+        full, first = self.should_flush(tokens_left, turn), self.power is None
         if full:
             self.flush()
         if full and first:
@@ -259,7 +264,7 @@ class HeinsenLayer:
     def room(self):
         return math.inf
 
-    def flush_full(self, tokens_left):
+    def flush_full(self, tokens_left, turn):
         return False
 
     def tensors(self):

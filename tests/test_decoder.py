@@ -131,6 +131,25 @@ def test_layers_of_any_attentions_stand_side_by_side(name, monkeypatch):
     assert limits is None or decoder.layers[0].power is not None
 
 
+@pytest.mark.parametrize("settings", [dict(attention="sympow_gating"), dict(attention="softmax", window=3)])
+@torch.inference_mode()
+def test_no_token_waits_for_the_flushes_of_all_layers(settings, monkeypatch):
+    """Four layers flush at different ones of each four tokens, whatever the prompt left in their caches."""
+    monkeypatch.setattr(state_of, "FLUSH_EVERY", 4)
+    monkeypatch.setattr(state_of, "WINDOW_SPARE", 4)
+    model = tiny(n_layer=4, **settings)
+    ids = torch.arange(6, device=DEVICE)[None]
+    _, state = model.read(ids, model.empty_state(1, "always"))
+    for layer in state.layers:
+        layer.switch_over = "never"  # but for the state that is there
+    decoder = Decoder(model, state, Sampler(torch.device(DEVICE), 1, temperature=0), 14)
+    for i in range(13):
+        before = [layer.cached for layer in decoder.layers]
+        decoder.step()
+        flushed = [layer.cached <= cached for layer, cached in zip(decoder.layers, before)]
+        assert sum(flushed) == 1 or i < 4 and sum(flushed) < 2
+
+
 @torch.inference_mode()
 def test_a_window_longer_than_the_text_takes_no_more_room_than_the_text():
     model = tiny(attention="softmax", window=10**6)
