@@ -26,7 +26,6 @@ from ..data.meta import hash_json
 from ..kernels.common import device_guard
 from ..kernels.decode import sampling
 from ..kernels.decode.linear import Linear, Norm, embed, linear
-from ..kernels.decode.output_gate import OutputGate, gate_output
 from ..kernels.decode.qkv import Gates
 from ..layers.activation import GATED, mlp_widths
 from ..layers.norm import NORMS
@@ -88,21 +87,16 @@ class Decoder:
     def _block_weights(self, block):
         c, attn, mlp = self.config, block.attn, block.mlp
         gates, heads = attn.mix.decoder_weights(), c.n_head * c.head_dim
-        channels = sum(attn.heads[:3]) * c.head_dim  # of q, k and v
         hidden, width = mlp_widths(c)
-        c_attn = self._linear(attn.c_attn, sum(attn.heads) * c.head_dim, c.n_embd, _norm(block.ln_1))
-        output_gate = None
-        if c.output_gate:
-            output_gate = OutputGate(_rows(c_attn, slice(channels, None)), float32(attn.output_gate.weight))
         return Weights(
-            qkv=_rows(c_attn, slice(channels)),
+            qkv=self._linear(attn.c_attn, sum(attn.heads) * c.head_dim, c.n_embd, _norm(block.ln_1)),
             proj=self._linear(attn.c_proj, c.n_embd, heads),
             fc=self._linear(mlp.c_fc, hidden, c.n_embd, _norm(block.ln_2)),
             out=self._linear(mlp.c_proj, c.n_embd, width),
             gates=Gates(*map(float32, gates["gate"] or (None, None)), float32(gates["slopes"])),
             beta=float32(gates["beta"]),
             convolution=float32(attn.conv.weight) if attn.conv else None,
-            output_gate=output_gate,
+            output_gate=float32(attn.output_gate.weight) if attn.output_gate else None,
             head_norms=[float32(norm.weight) for norm in (attn.q_norm, attn.k_norm) if norm],
         )
 
@@ -160,8 +154,6 @@ class Decoder:
             self.embedding.step()
         for weights, layer in zip(self.weights, self.layers):
             layer.step()
-            if weights.output_gate:
-                gate_output(weights.output_gate, b.y, b.gate, b.x)
             linear(weights.proj, b.x, b.y, add=True)
             linear(weights.fc, b.h, b.x, gelu=self.gelu)
             linear(weights.out, b.x, b.h, gated=self.gated, add=True)
@@ -270,11 +262,6 @@ def _norm(layer):
     rms = 1 if type(layer) is NORMS["rmsnorm"] else None
     eps = layer.eps or torch.finfo(torch.float32).eps  # None in an nn.RMSNorm means that
     return Norm(float32(layer.weight), float32(getattr(layer, "bias", None)), eps, rms)
-
-
-def _rows(layer, rows):
-    """Return some rows of a Linear, a slice of its outputs."""
-    return Linear(layer.weight[rows], None if layer.bias is None else layer.bias[rows], layer.norm)
 
 
 def _when_copied(ids, event):

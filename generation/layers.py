@@ -33,13 +33,11 @@ from ..attention.positions import POSITIONS
 from ..attention.rotary import TURNS, rotation_rates
 from ..attention.state import LayerState
 from ..kernels.decode import cache as decode_cache
-from ..kernels.decode import convolution as decode_convolution
 from ..kernels.decode import heinsen as decode_heinsen
 from ..kernels.decode import power as decode_power
 from ..kernels.decode import qkv as decode_qkv
 from ..kernels.decode import softmax as decode_softmax
-from ..kernels.decode.linear import Linear, linear
-from ..kernels.decode.output_gate import OutputGate
+from ..kernels.decode.linear import Convolution, Ids, Linear, linear
 from ..layers.activation import mlp_widths
 from ..layers.mixing import projected_heads
 
@@ -51,9 +49,10 @@ class Buffers:
         self.config, self.B, self.dtype, self.state_dtype, self.device = config, B, dtype, state_dtype, device
         c = config
         self.ids = self.zeros(B, dtype=torch.int64)
+        self.newest = Ids(self.ids, c.reset_token)
         self.x, self.h = self.zeros(B, c.n_embd), self.zeros(B, mlp_widths(c)[0])
-        self.qkv = self.zeros(B, (c.n_head + 2 * c.n_kv_head) * c.head_dim)
-        self.y, self.gate = (self.zeros(B, c.n_head * c.head_dim) for _ in range(2))
+        self.qkv = self.zeros(B, sum(projected_heads(c)) * c.head_dim)  # and the output gate behind them
+        self.y = self.zeros(B, c.n_head * c.head_dim)
         self.rotation = self.zeros(B, 2, c.head_dim)
         self._sums = {}
 
@@ -73,14 +72,14 @@ class Buffers:
 class Weights(NamedTuple):
     """The weights of one block: matrices in the dtype of generation, the rest in float32."""
 
-    qkv: Linear
+    qkv: Linear  # c_attn
     proj: Linear
     fc: Linear
     out: Linear
     gates: decode_qkv.Gates
     beta: torch.Tensor | None
     convolution: torch.Tensor | None  # [n, (H + 2 Hkv) D]
-    output_gate: OutputGate | None
+    output_gate: torch.Tensor | None  # [D]
     head_norms: list  # of q and of k, [D] each; empty without
 
 
@@ -89,24 +88,28 @@ def float32(x):
     return None if x is None else x.float().contiguous()
 
 
-class Convolution:
-    """The convolution of a layer before its attention, and the norms of its heads, if it has them."""
+class Projection:
+    """c_attn of a layer with the convolution behind it, and the norms of its heads, if it has them.
+
+    `heads` are the decode_cache.Heads that its attention reads.
+    """
 
     def __init__(self, buffers, weights, state):
-        """Copy the last inputs from `state`, the layer's State. weights: the block's Weights."""
-        self.buffers, self.weight, self.head_norms, self.recent = buffers, weights.convolution, weights.head_norms, []
-        if self.weight is not None:
-            n, C = self.weight.shape
-            self.recent = [buffers.zeros(buffers.B, n - 1, C)]
+        """Copy the convolution's last inputs from `state`, the layer's State. weights: the block's Weights."""
+        self.buffers, self.linear, self.head_norms, self.recent = buffers, weights.qkv, weights.head_norms, []
+        self.heads = decode_cache.Heads(buffers.qkv, buffers.qkv.shape[1], buffers.rotation, weights.output_gate)
+        if weights.convolution is not None:
+            n, C = weights.convolution.shape
+            recent = buffers.zeros(buffers.B, n - 1, C)
+            convolution = Convolution(weights.convolution, recent, C, buffers.newest)
+            self.linear, self.recent = self.linear._replace(convolution=convolution), [recent]
         if state.conv_inputs is not None:
             self.recent[0].copy_(state.conv_inputs.flatten(2))
 
-    def step(self):
+    def normalize_heads(self):
         b = self.buffers
-        for recent in self.recent:
-            decode_convolution.convolve(b.qkv, self.weight, recent, b.ids, reset_token=b.config.reset_token)
-        q_k_v = b.qkv.view(b.B, -1, b.config.head_dim).split(projected_heads(b.config)[:3], 1)
-        for heads, weight in zip(q_k_v, self.head_norms):
+        heads_of_each = b.qkv.view(b.B, -1, b.config.head_dim).split(projected_heads(b.config), 1)
+        for heads, weight in zip(heads_of_each, self.head_norms):
             heads.copy_(F.rms_norm(heads, weight.shape, weight, b.config.norm_eps))
 
 
@@ -118,7 +121,7 @@ class CachedLayer:
         c = buffers.config
         self.buffers, self.weights, self.count = buffers, weights, count
         self.attention, self.switch_over, self.power = attention, state.switch_over, None
-        self.convolution = Convolution(buffers, weights, state)
+        self.projection = Projection(buffers, weights, state)
         rates = rotation_rates(c.head_dim, attention.rope_base, buffers.device)
         # a rate of 0 leaves queries and keys as they are
         rates *= POSITIONS[attention.config.positions] * TURNS[attention.config.rope_unit]
@@ -147,17 +150,16 @@ class CachedLayer:
     def step(self):
         b = self.buffers
         decode_qkv.qkv(
-            self.weights.qkv,
+            self.projection.linear,
             b.qkv,
             b.x,
-            ids=b.ids,
+            newest=b.newest,
             gates=self.weights.gates,
             position=self.place,
             cache=self.cache,
-            reset_token=b.config.reset_token,
             rounding=b.dtype if b.device.type == "cuda" else torch.float32,
         )
-        self.convolution.step()
+        self.projection.normalize_heads()
         self.attend()
 
     def count_token(self):
@@ -176,7 +178,7 @@ class CachedLayer:
         return [*self.changes(), *self.cache[:4]]
 
     def changes(self):
-        return [self.place.position, *self.convolution.recent]
+        return [self.place.position, *self.projection.recent]
 
 
 class SoftmaxLayer(CachedLayer):
@@ -187,7 +189,7 @@ class SoftmaxLayer(CachedLayer):
         if b.config.reset_token < 0:
             cache = decode_cache.Cache(cache.k, cache.v, cache.gate_sums, None, cache.count)
         sums, window = b.sums(self.parts, softmax=True), self.window or decode_softmax.NO_WINDOW
-        decode_softmax.attend_softmax(b.qkv, b.rotation, cache, sums, b.y, window)
+        decode_softmax.attend_softmax(self.projection.heads, cache, sums, b.y, window)
 
     def flush_full(self, tokens_left, turn):
         """Move the window to the front of the cache; the buffers stay."""
@@ -211,7 +213,7 @@ class PowerLayer(CachedLayer):
     def attend(self):
         b = self.buffers
         sums = b.sums(self.parts, softmax=False)
-        decode_power.attend(b.qkv, b.rotation, self.cache, self.power, sums, b.y, self.attention.p)
+        decode_power.attend(self.projection.heads, self.cache, self.power, sums, b.y, self.attention.p)
 
     def flush_full(self, tokens_left, turn):
         """Flush the cache into the state. The first time allocates the state and a smaller cache."""
@@ -242,15 +244,15 @@ class HeinsenLayer:
         """Copy a HeinsenState."""
         self.buffers, self.weights = buffers, weights
         self.state = decode_heinsen.State(float32(state.m), float32(state.S), float32(state.z))
-        self.convolution = Convolution(buffers, weights, state)
+        self.projection = Projection(buffers, weights, state)
         self.log_value_bound = LOG_VALUE_BOUND if IS_LOG[attention.config.values] else None  # None for signed values
 
     def step(self):
         b = self.buffers
-        linear(self.weights.qkv, b.qkv, b.x)
-        self.convolution.step()
+        linear(self.projection.linear, b.qkv, b.x)
+        self.projection.normalize_heads()
         decode_heinsen.attend_heinsen(
-            b.qkv,
+            self.projection.heads,
             b.ids,
             self.state,
             b.y,
@@ -268,7 +270,7 @@ class HeinsenLayer:
         return False
 
     def tensors(self):
-        return [*self.state, *self.convolution.recent]
+        return [*self.state, *self.projection.recent]
 
     changes = tensors
 

@@ -150,6 +150,19 @@ def test_no_token_waits_for_the_flushes_of_all_layers(settings, monkeypatch):
         assert sum(flushed) == 1 or i < 4 and sum(flushed) < 2
 
 
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("attention", ["sympow_gating", "softmax", "heinsen"])
+@torch.inference_mode()
+def test_convolutions_and_output_gates_are_part_of_the_kernels_of_a_layer(attention, B):
+    model = tiny(attention=attention, convolution=4, output_gate=True, n_kv_head=1, reset_token=3, bias=True)
+    for block in model.transformer.h:
+        block.attn.output_gate.weight.normal_(mean=1, std=0.2)
+    state, decoder = start(model, B, 8)
+    for i in range(7):
+        decoder.ids[0] = 3 if i == 4 else 20
+        state = step_both(model, state, decoder)
+
+
 @torch.inference_mode()
 def test_a_window_longer_than_the_text_takes_no_more_room_than_the_text():
     model = tiny(attention="softmax", window=10**6)

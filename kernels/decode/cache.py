@@ -42,6 +42,15 @@ class Cache(NamedTuple):
     count: Any
 
 
+class Heads(NamedTuple):
+    """What c_attn has computed of the newest tokens: tensors, or pointers in a kernel."""
+
+    heads: Any  # [B, N] float32: q, k and v, not rotated, and the output gate behind them
+    stride: Any  # N
+    rotation: Any = None  # see the table
+    gate_weight: Any = None  # [D] float32: w of the output gate (layers/output_gate.py), None without one
+
+
 class Sums(NamedTuple):
     """The buffers for the sums of all parts: tensors, or pointers in a kernel; shapes are in this file's table."""
 
@@ -57,6 +66,7 @@ class Token(NamedTuple):
     q: Any  # pointer to the head's row, not rotated
     k: Any  # pointer to the KV head's row, not rotated
     v: Any  # pointers [D] to the KV head's row
+    gate: Any  # pointers [D] to the row of the query head's output gate
     rotation: Any  # pointer to its factors, [2, D]
     kv_head: Any
     is_first: Any  # of the query heads that share the KV head
@@ -93,17 +103,17 @@ def load_tokens(cache, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr
 
 
 @triton.jit
-def find_token(QKV, ROTATION, cache, C, H, HKV, D: tl.constexpr):
-    """Return the Token of this program. Its first id counts the query heads of all sequences."""
+def find_token(newest, cache, C, H, HKV, D: tl.constexpr):
+    """Return the Token of this program, of newest Heads. Its first id counts the query heads of all sequences."""
     bh = tl.program_id(0)
     b, h = bh // H, bh % H
     group = H // HKV
     hkv, d = h // group, tl.arange(0, D)
-    row, rotation = QKV + b * ((H + 2 * HKV) * D), ROTATION + 2 * b * D
+    row, rotation = newest.heads + b * newest.stride, newest.rotation + 2 * b * D
     first = (tl.cast(b, tl.int64) * C) * HKV + hkv
     count = tl.load(cache.count)
-    k, v = row + (H + hkv) * D, row + (H + HKV + hkv) * D + d
-    return Token(row + h * D, k, v, rotation, hkv, h % group == 0, first, count, first + count * HKV)
+    k, v, gate = row + (H + hkv) * D, row + (H + HKV + hkv) * D + d, row + (H + 2 * HKV + h) * D + d
+    return Token(row + h * D, k, v, gate, rotation, hkv, h % group == 0, first, count, first + count * HKV)
 
 
 @triton.jit
@@ -123,8 +133,21 @@ def append_newest(cache, token, k, v, D: tl.constexpr):
 
 
 @triton.jit
-def add_part(num, den, maximum, sums, OUT, heads, parts, D: tl.constexpr, PARTS: tl.constexpr):
-    """Write the sums of this program's part; the last part of a head to finish writes their quotient to OUT.
+def gate_output(y, gate, weight, D: tl.constexpr):
+    """Return w y / sqrt(mean(y^2) + 1e-5) silu(g) for a head's output y [D], or y if the layer has no output gate.
+
+    gate: pointers [D] to g; weight: a pointer to w [D], or None without a gate.
+    """
+    if weight is not None:
+        g = tl.load(gate)
+        y *= tl.load(weight + tl.arange(0, D)) / tl.sqrt(tl.sum(y * y, 0) / D + 1e-5)
+        y *= g * tl.sigmoid(g)
+    return y
+
+
+@triton.jit
+def add_part(num, den, maximum, newest, token, sums, OUT, heads, parts, D: tl.constexpr, PARTS: tl.constexpr):
+    """Write the sums of this program's part; the last part of a head to finish writes their quotient, gated, to OUT.
 
     The program's ids are the head, of `heads` = B H, and the part. PARTS is a power of two, at least `parts`.
     """
@@ -145,5 +168,6 @@ def add_part(num, den, maximum, sums, OUT, heads, parts, D: tl.constexpr, PARTS:
             weight = tl.exp2(maxima - tl.max(maxima, 0))
             nums, dens = nums * weight[:, None], dens * weight
         total = tl.sum(dens, 0)
-        tl.store(OUT + head * D + d, tl.where(total <= 0, 0.0, tl.sum(nums, 0) / total))
+        y = tl.where(total <= 0, 0.0, tl.sum(nums, 0) / total)
+        tl.store(OUT + head * D + d, gate_output(y, token.gate, newest.gate_weight, D))
         tl.store(sums.arrived + head, 0)

@@ -29,6 +29,7 @@ import triton.language as tl
 
 from ..common import EMPTY, log1p
 from ..configs import early_launch
+from .cache import gate_output
 from .linear import let_next_start, wait_for_previous
 
 
@@ -42,7 +43,7 @@ class State(NamedTuple):
 
 @triton.jit
 def heinsen_kernel(
-    QKV, IDS, state, OUT, reset_token, log_value_bound, H, HKV, D: tl.constexpr, PDL: tl.constexpr = False
+    newest, IDS, state, OUT, reset_token, log_value_bound, H, HKV, D: tl.constexpr, PDL: tl.constexpr = False
 ):
     """Add the newest token to the state of one sequence and KV head, and attend to it from the head's query heads."""
     let_next_start(PDL)
@@ -53,7 +54,7 @@ def heinsen_kernel(
     m, z, s = tl.load(state.m + row), tl.load(state.z + row), tl.load(S)
     wait_for_previous(PDL)
     reset = tl.load(IDS + b) == reset_token
-    qkv, group = QKV + b * ((H + 2 * HKV) * D), H // HKV
+    qkv, group = newest.heads + b * newest.stride, H // HKV
     k, v = tl.load(qkv + (H + h) * D + d), tl.load(qkv + (H + HKV + h) * D + d)
     if log_value_bound is not None:
         v = tl.where(tl.abs(v) <= log_value_bound, tl.exp(v), float("nan"))
@@ -72,20 +73,21 @@ def heinsen_kernel(
         y = tl.sum(w[:, None] * s, 0) / tl.sum(w * z, 0)
         if log_value_bound is not None:
             y = tl.log(y)
+        y = gate_output(y, qkv + (H + 2 * HKV + h * group + i) * D + d, newest.gate_weight, D)
         tl.store(OUT + (b * H + h * group + i) * D + d, y)
 
 
-def attend_heinsen(qkv, ids, state, out, *, reset_token, log_value_bound=None):
+def attend_heinsen(newest, ids, state, out, *, reset_token, log_value_bound=None):
     """Add the newest token to `state`, in place, and write its attention to out [B, H D].
 
-    qkv [B, (H + 2 Hkv) D] float32, not rotated; ids [B] int64: the tokens; state: a State.
+    newest: Heads, without rotation; ids [B] int64: the tokens; state: a State.
     reset_token forgets what is before it (-1: none). With a log_value_bound v and the output are logarithms, NaN if one
     in v is larger than that.
     """
     B, HKV, D = state.m.shape
-    H = qkv.shape[1] // D - 2 * HKV
-    options = dict(D=D, num_warps=8 if D >= 64 else 4) | early_launch(qkv)
-    heinsen_kernel[(B * HKV,)](qkv, ids, state, out, reset_token, log_value_bound, H, HKV, **options)
+    H = out.shape[1] // D
+    options = dict(D=D, num_warps=8 if D >= 64 else 4) | early_launch(out)
+    heinsen_kernel[(B * HKV,)](newest, ids, state, out, reset_token, log_value_bound, H, HKV, **options)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
-"""Linear layers for the newest token of a few sequences, with a norm or SwiGLU before and GELU or a sum after, in one
-kernel.
+"""Linear layers for the newest token of a few sequences, with a norm or SwiGLU before and GELU, a sum or a convolution
+after, in one kernel.
 
     out = f(W norm(x) + b),   out += f(..),   out += W (silu(gate) * up) + b,   for W [N, K], and norm(wte[id])
+    u = W norm(x) + b,   out = u + sum_{i<n-1} w_i recent_i + w_{n-1} u,   then recent moves on, and its newest is u
 
 One sequence: a program has BN columns of W (rows of the array [N, K]) and all of x, on vector units. More sequences: a
 program has BM sequences and BN columns, on the matrix unit. The norm, or SwiGLU, is computed again by every program,
@@ -34,12 +35,29 @@ class Norm(NamedTuple):
     rms: Any = None  # 1 for an RMSNorm, which subtracts no mean
 
 
+class Ids(NamedTuple):
+    """The newest token of each sequence: tensors, or pointers in a kernel."""
+
+    ids: Any = None  # [B] int64
+    reset_token: Any = -1  # the one that forgets what is before it; -1: none
+
+
+class Convolution(NamedTuple):
+    """A convolution over tokens after a linear layer (layers/convolution.py): tensors, or pointers in a kernel."""
+
+    weight: Any = None  # [n, C] float32, None without one
+    recent: Any = None  # [B, n - 1, C] float32: the layer's first C outputs for the tokens before
+    channels: Any = 0  # C
+    newest: Ids = Ids()
+
+
 class Linear(NamedTuple):
-    """A linear layer, and the norm before it: tensors, or pointers in a kernel."""
+    """A linear layer, the norm before it and the convolution after it: tensors, or pointers in a kernel."""
 
     weight: Any  # [N, K]
     bias: Any = None  # [N] float32 or None
     norm: Norm = Norm()
+    convolution: Convolution = Convolution()
 
 
 # ---- launching a kernel while the one before runs
@@ -125,9 +143,34 @@ def _gelu(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def _sum_recent(convolution, b, n, inside, TOKENS: tl.constexpr):
+    """Return (sum_{i<n-1} w_i recent_i, w_{n-1}) of the outputs n of sequences b, pointers to recent_0, what is seen.
+
+    TOKENS is the n of the formula.
+    """
+    C, weight = convolution.channels, convolution.weight + n
+    recent = convolution.recent + b * ((TOKENS - 1) * C) + n
+    ids = tl.load(convolution.newest.ids + b + tl.zeros_like(n), mask=inside, other=0)
+    seen = inside & (ids != convolution.newest.reset_token)
+    total = tl.zeros(inside.shape, tl.float32)
+    for i in tl.static_range(TOKENS - 1):
+        w = tl.load(weight + i * C, mask=inside, other=0.0)
+        total += w * tl.load(recent + i * C, mask=seen, other=0.0)
+    return total, tl.load(weight + (TOKENS - 1) * C, mask=inside, other=0.0), recent, seen
+
+
+@triton.jit
+def _append_recent(u, recent, seen, inside, C, TOKENS: tl.constexpr):
+    """Move `recent` on by one token, which has the outputs u."""
+    for i in tl.static_range(1, TOKENS - 1):
+        tl.store(recent + (i - 1) * C, tl.load(recent + i * C, mask=seen, other=0.0), mask=inside)
+    tl.store(recent + (TOKENS - 2) * C, u, mask=inside)
+
+
+@triton.jit
 def _linear_of_one(
     X, layer, OUT, N, K, BN: tl.constexpr, BK: tl.constexpr, GELU: tl.constexpr, GATED: tl.constexpr,
-    ADD: tl.constexpr, PDL: tl.constexpr,
+    ADD: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute `linear_kernel` for one sequence: BN columns of W, all of x at once, without the matrix unit."""
     n, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -144,26 +187,32 @@ def _linear_of_one(
     if GATED:
         x *= tl.sigmoid(x) * tl.load(X + K + k, mask=inside, other=0.0)
     old = tl.load(OUT + n, mask=columns, other=0.0) if ADD else tl.zeros([BN], tl.float32)
+    if TOKENS:
+        convolved = n < layer.convolution.channels
+        old, newest, recent, seen = _sum_recent(layer.convolution, 0, n, convolved, TOKENS)
     if layer.norm.weight is not None:
         x = normalize(x, layer.norm, weight, bias, k, K)
     y = tl.sum(w.to(tl.float32) * x.to(w.dtype).to(tl.float32)[None, :], 1) + layer_bias
+    if TOKENS:
+        _append_recent(y, recent, seen, convolved, layer.convolution.channels, TOKENS)
+        y += newest * y
     tl.store(OUT + n, old + (_gelu(y, GELU) if GELU else y), columns)
 
 
 @triton.jit
 def linear_kernel(
     X, layer, OUT, B, N, K, stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GELU: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr = False,
+    GATED: tl.constexpr, ADD: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Write f(x) W^T + bias to BM rows and BN columns of OUT [B, N] float32. Its rows are `stride` apart.
 
     x [B, K] float32 is normalised first if the layer has a norm, and rounded to the dtype of W [N, K]. f is GELU, of
     the kind 1 or 2 that `_gelu` has, or nothing (0). With GATED x is silu(gate) * up, and X [B, 2 K] has gate and up
-    side by side. With ADD the result is added to OUT.
+    side by side. With ADD the result is added to OUT. TOKENS is the n of the layer's convolution, 0 without one.
     """
     let_next_start(PDL)
     if BM == 1:
-        _linear_of_one(X, layer, OUT, N, K, BN, BK, GELU, GATED, ADD, PDL)
+        _linear_of_one(X, layer, OUT, N, K, BN, BK, GELU, GATED, ADD, TOKENS, PDL)
     else:
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         row = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -187,6 +236,11 @@ def linear_kernel(
         out, mask = OUT + row[:, None] * stride + n[None, :], (row[:, None] < B) & (n[None, :] < N)
         if layer.bias is not None:
             acc += tl.load(layer.bias + n, mask=n < N, other=0.0)[None, :]
+        if TOKENS:
+            convolved = mask & (n[None, :] < layer.convolution.channels)
+            old, newest, recent, seen = _sum_recent(layer.convolution, row[:, None], n[None, :], convolved, TOKENS)
+            _append_recent(acc, recent, seen, convolved, layer.convolution.channels, TOKENS)
+            acc += newest * acc + old
         if GELU:
             acc = _gelu(acc, GELU)
         if ADD:
@@ -204,6 +258,11 @@ def tile_sizes(B, N, K):
     return (triton.cdiv(N, BN), triton.cdiv(B, BM)), dict(BM=BM, BN=BN, BK=BK, num_stages=4)
 
 
+def convolved_tokens(layer):
+    """Return how many tokens a Linear's convolution is over, 0 without one."""
+    return 0 if layer.convolution.weight is None else len(layer.convolution.weight)
+
+
 def linear(layer, out, x, *, gelu=0, gated=False, add=False):
     """Write the result of a Linear layer to out [B, N] float32, or with `add` add it to out.
 
@@ -212,5 +271,5 @@ def linear(layer, out, x, *, gelu=0, gated=False, add=False):
     """
     (N, K), B = layer.weight.shape, len(out)
     grid, tiles = tile_sizes(B, N, K)
-    tiles |= dict(GELU=gelu, GATED=gated, ADD=add)
+    tiles |= dict(GELU=gelu, GATED=gated, ADD=add, TOKENS=convolved_tokens(layer))
     linear_kernel[grid](x, layer, out, B, N, K, out.stride(0), **tiles, **early_launch(x))

@@ -3,7 +3,7 @@
     x = norm(wte[id])                                               embed
     for every layer
         q, k, v = W norm(x) + b;  position, gates                   qkv       1
-        x += W attend(R q, R k, v)                                  attend    2, linear    3
+        x += W gate(attend(R q, R k, v))                            attend    2, linear    3
         x += W gelu(W norm(x) + b) + b                              linear    4, linear    5
     logits = wte norm(x)                                            linear, then sampling.py
 
@@ -18,8 +18,8 @@
     reads       W, x               S, z; keys, values, gate_sums    W, what the kernel before wrote
                                    the last part to end adds all
 
-With a convolution, convolution.py has one more kernel, between 1 and 2. `flush` moves the cached tokens into the state
-when enough of them have gathered. Softmax layers have softmax.py in place of `attend`; Heinsen's have `linear` in place
+The convolution is in 1, the output gate in 2. `flush` moves the cached tokens into the state when enough of them have
+gathered. Softmax layers have softmax.py in place of `attend`; Heinsen's have `linear` in place
 of `qkv`, and heinsen.py. generation/layers.py has the buffers, and generation/decoder.py captures a token as a CUDA
 graph.
 
@@ -35,7 +35,6 @@ entry and keys are taken as they are, so (q . k)^p and the state must be in floa
     name              shape                          dtype     contents
     ------------------------------------------------------------------------------------------------------------------
     x                 [B, n_embd]                    float32   the residual stream
-    qkv               [B, (H + 2 Hkv) D]             float32   q, k, v of the token, not rotated
     state: S          [B, Hkv, Dphi, D]              any float see `features` for the order of Dphi
            z          [B, Hkv, Dphi]                 float32
 """
@@ -177,8 +176,8 @@ def _attend_to_cache(
 
 @triton.jit
 def attend_kernel(
-    QKV, ROTATION, cache, state, features, sums, OUT, B, C, H, HKV, F, parts, state_parts, P: tl.constexpr,
-    D: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr = False,
+    newest, cache, state, features, sums, OUT, B, C, H, HKV, F, parts, state_parts, P: tl.constexpr, D: tl.constexpr,
+    BT: tl.constexpr, BF: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Compute one part of one query head's sums over state or cache; the last part to finish writes OUT [B, H, D].
 
@@ -187,7 +186,7 @@ def attend_kernel(
     `parts`.
     """
     let_next_start(PDL)
-    part, token = tl.program_id(1), find_token(QKV, ROTATION, cache, C, H, HKV, D)
+    part, token = tl.program_id(1), find_token(newest, cache, C, H, HKV, D)
     count = token.count
     num, den = tl.zeros([D], tl.float32), 0.0
     if part < state_parts:
@@ -209,13 +208,14 @@ def attend_kernel(
             num += w * v.to(tl.float32)
             den += w
             append_newest(cache, token, k, v, D)
-    add_part(num, den, 0.0, sums, OUT, B * H, parts, D, PARTS)
+    add_part(num, den, 0.0, newest, token, sums, OUT, B * H, parts, D, PARTS)
 
 
-def attend(qkv, rotation, cache, state, sums, out, p):
+def attend(newest, cache, state, sums, out, p):
     """Write the attention of the newest token to out [B, H D], and its key and value to entry `count` of the cache.
 
-    cache: a Cache; state: a State or None; sums: Sums with `parts_of_state` (with a state) plus `parts_of_cache` parts.
+    newest: Heads; cache: a Cache; state: a State or None; sums: Sums with `parts_of_state` (with a state) plus
+    `parts_of_cache` parts.
     """
     (B, C, HKV, D), (parts, _, H), F, state_parts = cache.k.shape, sums.den.shape, 0, 0
     if state:
@@ -223,8 +223,8 @@ def attend(qkv, rotation, cache, state, sums, out, p):
         state_parts = parts_of_state(B * H, F, D)
     order = features(D, p, cache.k.device) if state else Features()
     attend_kernel[(B * H, parts)](
-        qkv, rotation, cache, state or State(), order, sums, out, B, C, H, HKV, F, parts, state_parts, P=p, D=D, BT=64,
-        BF=4096 // D, PARTS=triton.next_power_of_2(parts), **early_launch(qkv),
+        newest, cache, state or State(), order, sums, out, B, C, H, HKV, F, parts, state_parts, P=p, D=D, BT=64,
+        BF=4096 // D, PARTS=triton.next_power_of_2(parts), **early_launch(out),
     )  # fmt: skip
 
 

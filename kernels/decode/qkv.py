@@ -1,13 +1,13 @@
 """The first kernel of a layer with a KV cache: q, k and v of the newest token, its position, rotation and gates.
 
-    q, k, v = W norm(x) + b
+    q, k, v, output gate = W norm(x) + b                           then the convolution of q, k and v
     u' = u + 1, or u + 1 + tanh(W_beta norm(x))                    position
     c = cos(2 pi rates u'), s = sin(2 pi rates u')                       rotation
     log_g = logsigmoid(W_gamma norm(x) + b), or -slope, or 0       gate_sums, resets
 
     programs  columns of W, as in linear.py; and one for each sequence and KV head, for its gate. The first head's also
               moves the position on.
-    reads     W [(H + 2 Hkv) D, n_embd], and n_embd numbers for each gate
+    reads     W [N, n_embd], and n_embd numbers for each gate. N is (H + 2 Hkv) D, and H D more with an output gate
 
 The limit is latency: weights are loaded before the wait for the kernel before. Positions and the gates'
 sums are float64; cos and sin are computed from the fraction of a turn, in float32.
@@ -21,7 +21,15 @@ import triton.language as tl
 
 from ..common import log1p
 from ..configs import early_launch
-from .linear import let_next_start, linear_kernel, load_norm, normalize, tile_sizes, wait_for_previous
+from .linear import (
+    convolved_tokens,
+    let_next_start,
+    linear_kernel,
+    load_norm,
+    normalize,
+    tile_sizes,
+    wait_for_previous,
+)
 
 
 class Gates(NamedTuple):
@@ -52,8 +60,8 @@ def _rotation(position, RATES, D: tl.constexpr):
 
 @triton.jit
 def qkv_kernel(
-    X, layer, OUT, ids, gates, place, cache, B, N, K, HKV, C, reset_token, D: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, WHOLE_ROW: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr = False,
+    X, layer, OUT, newest, gates, place, cache, B, N, K, HKV, C, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, TOKENS: tl.constexpr, WHOLE_ROW: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Compute the linear layer in the first programs, and position and gates in B Hkv more.
 
@@ -62,7 +70,7 @@ def qkv_kernel(
     """
     program = tl.program_id(0) - tl.cdiv(N, BN)
     if program < 0:
-        linear_kernel(X, layer, OUT, B, N, K, N, BM, BN, BK, 0, False, False, PDL)
+        linear_kernel(X, layer, OUT, B, N, K, N, BM, BN, BK, 0, False, False, TOKENS, PDL)
     elif tl.program_id(1) == 0:
         let_next_start(PDL)
         b, h, k, d = program // HKV, program % HKV, tl.arange(0, WHOLE_ROW), tl.arange(0, D)
@@ -71,7 +79,7 @@ def qkv_kernel(
         index = (tl.cast(b, tl.int64) * C + count) * HKV + h
         gate_sum = tl.load(cache.gate_sums + index - HKV, mask=count > 0, other=0.0)
         resets = tl.load(cache.resets + index - HKV, mask=count > 0, other=0)
-        reset = tl.load(ids + b) == reset_token
+        reset = tl.load(newest.ids + b) == newest.reset_token
         log_g = -tl.load(gates.slopes + h) if gates.slopes is not None else 0.0
         if gates.weight is not None or place.beta is not None:
             norm_weight, norm_bias = load_norm(layer.norm, k, K)
@@ -100,17 +108,16 @@ def qkv_kernel(
         tl.store(cache.resets + index, resets + reset.to(tl.int32))
 
 
-def qkv(layer, out, x, *, ids, gates, position, cache, reset_token, rounding):
-    """Write q, k, v of the newest token to out [B, (H + 2 Hkv) D], and its position, rotation, gate sum and resets.
+def qkv(layer, out, x, *, newest, gates, position, cache, rounding):
+    """Write q, k, v and the output gate of the newest token to out [B, N], its position, rotation, gate sum and resets.
 
-    layer: a Linear with a norm; x [B, n_embd] float32; ids [B] int64: the tokens; gates: Gates; position: a Position;
-    cache: a Cache; entry `count` of its gate_sums and resets is written. reset_token forgets what is before it (-1:
-    none). rounding: the dtype of linear layers' inputs.
+    layer: a Linear with a norm; x [B, n_embd] float32; newest: the Ids; gates: Gates; position: a Position; cache: a
+    Cache. Entry `count` of its gate_sums and resets is written. rounding: the dtype of linear layers' inputs.
     """
     (N, K), B, (C, HKV) = layer.weight.shape, len(out), cache.gate_sums.shape[1:]
     (columns, rows), tiles = tile_sizes(B, N, K)
-    sizes = dict(D=position.rotation.shape[2], WHOLE_ROW=triton.next_power_of_2(K))
+    sizes = dict(D=position.rotation.shape[2], TOKENS=convolved_tokens(layer), WHOLE_ROW=triton.next_power_of_2(K))
     sizes["ROUND"] = tl.bfloat16 if rounding == torch.bfloat16 else tl.float32
     qkv_kernel[(columns + B * HKV, rows)](
-        x, layer, out, ids, gates, position, cache, B, N, K, HKV, C, reset_token, **tiles, **sizes, **early_launch(x)
+        x, layer, out, newest, gates, position, cache, B, N, K, HKV, C, **tiles, **sizes, **early_launch(x)
     )
