@@ -18,13 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sympow.code import record_code, warn_of_changes
-from ..attention.state import CACHED, ModelState
+from ..attention.state import ModelState
 from ..attention.variant import with_defaults
 from ..data.files import whole_file
 from ..model import GPTConfig
 
 VERSION = "1"
-MIXED = "logits", "conv_inputs", *CACHED  # in the dtype of matrix products, which another device has otherwise
 IRRELEVANT = ("dropout", "form", "chunk_size", "activation_checkpointing")  # settings that states do not depend on
 
 
@@ -33,8 +32,10 @@ def save_state(path, model, logits, state, run=""):
 
     Raises OSError if they cannot be written.
     """
-    tensors = {name: x.cpu().contiguous() for name, x in name_tensors(logits, state).items()}
-    settings = {part: part_state.settings() for part, part_state in state.parts().items()}
+    parts = state.parts()
+    tensors = {"logits": logits} | {f"{part}.{name}": x for part in parts for name, x in parts[part].tensors().items()}
+    tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
+    settings = {part: part_state.settings() for part, part_state in parts.items()}
     folder = run and os.path.abspath(run)
     model = {"code": record_code(), **describe_model(model)}
     description = json.dumps({"run": folder, "n_tokens": state.n_tokens, "settings": settings, **model})
@@ -79,43 +80,9 @@ def load_state(path, model):
             fields = {name.removeprefix(prefix): x.to(device) for name, x in tensors.items() if name.startswith(prefix)}
             parts[part] = type(empty)(**fields, **saved["settings"][part])
         embedding = parts.pop("embedding", None)
-        state = ModelState(list(parts.values()), saved["n_tokens"], embedding)
-        check_state(model, tensors, state)
-        return tensors["logits"].to(device), state
+        return tensors["logits"].to(device), ModelState(list(parts.values()), saved["n_tokens"], embedding)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its states are not those of attention={model.config.attention} now ({error})") from None
-
-
-def name_tensors(logits, state):
-    """Return the tensors of a state file by their names."""
-    parts = state.parts()
-    return {"logits": logits} | {f"{part}.{name}": x for part in parts for name, x in parts[part].tensors().items()}
-
-
-@torch.inference_mode()
-def check_state(model, tensors, state):
-    """Raise ValueError unless the tensors of a file, and the ModelState made of them, can be a state of the model.
-
-    The model reads one token, into a cache and, if the file has sums, into these. That shows names, shapes and dtypes,
-    but for the batch and the number of cached tokens.
-    """
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.transformer.wte.weight.device)
-    ways = [None, "always"][: 1 + any(name.endswith(".S") for name in tensors)]
-    kinds = [name_tensors(*model.read(ids, model.empty_state(1, switch_over))) for switch_over in ways]
-    expected = kinds[0] | kinds[-1]
-    if tensors.keys() not in [kind.keys() for kind in (*kinds, expected)] or type(state.n_tokens) is not int:
-        raise TypeError(f"after {state.n_tokens!r} tokens it has {', '.join(tensors)}")
-    for name, x in tensors.items():
-        (part, _, field), like = name.rpartition("."), expected[name]
-        rows = tensors[f"{part}.k"] if field in CACHED else like
-        shape = [len(tensors["logits"]), *rows.shape[1:2], *like.shape[2:]]
-        fits = x.dtype == like.dtype or (field in MIXED and x.dtype in (torch.float32, torch.bfloat16))
-        limit = state.n_tokens * (1 + x.is_floating_point()) if field == "position" else torch.inf
-        if [*x.shape] != shape or not fits or x.sum().isnan() or x.abs().max() > limit:
-            raise TypeError(f"{name} is {x.dtype} {[*x.shape]} instead of {like.dtype} {shape}, or has wrong values")
-    for part, own in state.parts().items():
-        if own.settings() != model.empty_state(1, own.settings().get("switch_over")).parts()[part].settings():
-            raise TypeError(f"{part} has {own.settings()}")
 
 
 def read_file(path):

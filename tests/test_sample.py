@@ -244,41 +244,16 @@ def test_a_state_of_another_version_or_model_is_refused(text, version, message, 
         state_file.load_state(file, small("sympow_gating"))
 
 
-@pytest.mark.parametrize(
-    "attention,switch_over,settings",
-    [("sympow_gating", None, {}), ("conformal_sympow", 2, {}), ("softmax", None, {"positions": "learned"})],
-)
-def test_a_state_of_other_tensors_than_the_model_has_is_refused(attention, switch_over, settings, tmp_path):
-    """Of another name, shape or dtype, or with a wrong description, below a right sha256."""
-    model, file = small(attention, n_layer=1, **settings), str(tmp_path / "read.state")
-    save(model, [256, 10, 20], file, switch_over)
+def test_a_state_of_other_names_than_the_model_has_is_refused(tmp_path):
+    """As other code may have written it."""
+    model, file = small("sympow_gating", n_layer=1), str(tmp_path / "read.state")
+    save(model, [256, 10, 20], file)
     tensors, description = state_file.read_file(file)
-    cases = [
-        (tensors, {**description, key: wrong})
-        for key, value in description.items()
-        for wrong in (None, True, -1, 1.5, "x", [1])
-        if key not in ("run", "model", "code") and wrong != value
-    ]
-    cases += [
-        (tensors, {k: v for k, v in description.items() if k != key})
-        for key in ("model", "weights", "n_tokens", "settings")
-    ]
-    for part, own in description["settings"].items():
-        for key, value in own.items():
-            for wrong in (True, -1, 1.5, "x", [1]):
-                changed = {**description["settings"], part: {**own, key: wrong}}
-                cases += [(tensors, {**description, "settings": changed})] * (wrong != value)
-    for name, x in tensors.items():
-        others = {key: y for key, y in tensors.items() if key != name}
-        wrong = [x.to(torch.int32), x.half(), x.unsqueeze(-1), x - torch.inf if "position" in name else x * torch.nan]
-        wrong += [torch.cat((x, x), dim) for dim in range(x.dim())]
-        cases += [(others, description), ({**others, f"{name}s": x.clone()}, description)]
-        cases += [({**others, name: y}, description) for y in wrong if x.is_floating_point()]
-    for tensors, description in cases:
-        write_state(file, tensors, json.dumps(description))
-        with pytest.raises(ValueError):
+    others = {name: x for name, x in tensors.items() if not name.endswith("position")}
+    for other_tensors in (others, {**tensors, "layers.0.sums": tensors["layers.0.k"].clone()}):
+        write_state(file, other_tensors, json.dumps(description))
+        with pytest.raises(ValueError, match="its states are not those of attention=sympow_gating now"):
             state_file.load_state(file, model)
-            pytest.fail(f"{tensors.keys()}: {description}")
 
 
 def test_a_loaded_state_is_freed_before_tokens_are_generated(go, monkeypatch, tmp_path, capsys):
