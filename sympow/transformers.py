@@ -26,7 +26,7 @@ from transformers.masking_utils import causal_mask_function
 from . import check_choice
 from .attention.operator import sequences
 from .attention.operator.arguments import check_power
-from .attention.gates import alibi_slopes, gates_of_one, reset_gates
+from .attention.gates import alibi_slopes, reset_gates
 from .attention.power import attend_causally
 from .attention.state import LayerState, attend_and_append, check_switch_over
 
@@ -41,6 +41,7 @@ UNSUPPORTED = {
     "softcap": None,
     "s_aux": None,
     "position_bias": None,
+    "cu_seq_lens_q": None,  # position_ids say where packed documents begin
     "cache": None,
     "output_attentions": False,
 }
@@ -134,23 +135,15 @@ class StateLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name in transformers 5.0
 
-    def batch_select_indices(self, indices):
+    def reorder_cache(self, beam_idx):
         """Take the states of these sequences."""
-        self._map(lambda x: x[indices.to(x.device)])
-
-    reorder_cache = batch_select_indices  # its name in beam search
-
-    def batch_repeat_interleave(self, repeats):
-        """Repeat each sequence's state."""
-        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+        if self.state is not None:
+            self.seen = self.seen[beam_idx.to(self.seen.device)]
+            self.state = self.state.map(lambda x: x[beam_idx.to(x.device)])
 
     def crop(self, tokens_to_remove):
         """Raise ValueError: a state cannot forget its newest tokens."""
         raise ValueError("this cache cannot be cropped: its state cannot forget its newest tokens")
-
-    def _map(self, function):
-        if self.state is not None:
-            self.state, self.seen = self.state.map(function), function(self.seen)
 
 
 class PowerLayer(StateLayer):
@@ -193,9 +186,6 @@ class PowerLayer(StateLayer):
         if self.state is None:
             self.state = LayerState.empty(B, q.device, self.switch_over)
         state, self.padded = self.state, self.padded or mask is not None
-        if state.k is not None and (state.log_g is None) != (log_g is None):  # only now there are resets, or none now
-            log_g = gates_of_one(k) if log_g is None else log_g
-            state.log_g = gates_of_one(state.k) if state.log_g is None else state.log_g
         steps = torch.ones_like(q[..., 0, 0]) if mask is None else mask[:, -n:]
         seen = state.position.unsqueeze(1) + steps.to(state.position).cumsum(1)  # tokens that are not masked
         y, self.state = attend_and_append(q, k, v, log_g, seen, state, p=p)
@@ -234,12 +224,11 @@ def attend(module, query, key, value, attention_mask, *, p, gate, **options):
     query [B, H, n, D]; key and value [B, Hkv, m, D]. With a PowerCache the keys are of the n new tokens; without one,
     the last n of the m tokens have queries. attention_mask: from `padding_mask`.
 
-    Options: position_ids [B, n] or [1, n]; cu_seq_lens_q [N + 1] for packed sequences, as flash attention gets them;
-    scaling, which cancels in y. Raises ValueError for an option that power attention does not have.
+    Options: position_ids [B, n] or [1, n]; scaling, which cancels in y. Raises ValueError for an option that power
+    attention does not have.
     """
     check_options(options, getattr(module, "is_causal", True))
-    position_ids, cu_seq_lens_q = options.get("position_ids"), options.get("cu_seq_lens_q")
-    layer = getattr(key, "power_layer", None)
+    position_ids, layer = options.get("position_ids"), getattr(key, "power_layer", None)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the model rotates q and k in float32
     n, m = q.shape[1], k.shape[1]
@@ -253,11 +242,7 @@ def attend(module, query, key, value, attention_mask, *, p, gate, **options):
         log_g = None if log_g is None else log_g.masked_fill(~seen.unsqueeze(-1), 0)
     if mask is not None and mask.dtype != torch.bool:
         log_g = reset_gates(mask == 2, log_g, k)
-    if cu_seq_lens_q is not None:
-        if layer is not None or len(q) > 1 or n < m:
-            raise ValueError(f"cu_seq_lens_q needs a batch of 1 and no cache, got {[*q.shape]} queries, {m} keys")
-        log_g = reset_gates(sequences.sequence_starts(cu_seq_lens_q, m), log_g, k)
-    elif position_ids is not None:
+    if position_ids is not None:
         starts = document_starts(position_ids, n, None if seen is None else seen[:, -n:])
         if n < m and layer is None:
             check_positions(position_ids, seen, m - n)

@@ -210,6 +210,7 @@ def refusals():
         ),
         "switch_over must be auto, always, never": lambda m, power, x: power.PowerCache("sometimes"),
         "sliding_window must be None for power attention, got 4": lambda m, _, x: m(x, sliding_window=4),
+        "cu_seq_lens_q must be None for power attention, got a tensor": lambda m, _, x: m(x, cu_seq_lens_q=ENDS),
         "p must be a positive even integer, got 3": lambda m, power, x: power.register("odd", p=3),
         "gate must be one of none, fixed, got 'learned'": lambda m, power, x: power.register("odd", gate="learned"),
     }
