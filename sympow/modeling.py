@@ -24,7 +24,6 @@ from transformers.utils import can_return_tuple
 
 # the name of the argument and of the output in this version of transformers: cache from 5.24 on
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-PIECE = 8192  # tokens of a prompt that are read into a state in one piece
 # arguments that repeat what others say, the cache (up to transformers 5.2) and cu_seq_lens_q, or that `generate` has
 # read and hands on nevertheless (for stop_strings)
 REDUNDANT = "cache_position cu_seq_lens_k max_length_q max_length_k tokenizer".split()
@@ -147,8 +146,7 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         if not isinstance(cache, SympowCache | None):
             raise ValueError(f"the cache of this model is a SympowCache, got a {type(cache).__name__}")
         documents = find_documents(input_ids, position_ids, cu_seq_lens_q, seq_idx)
-        last = logits_to_keep if labels is None and isinstance(logits_to_keep, int) else 0
-        x, loss = self._read(input_ids, attention_mask, documents, cache, last), None
+        x, loss = self._read(input_ids, attention_mask, documents, cache), None
         if labels is not None:
             targets = pad(labels[:, 1:], (0, 1), value=-100)
             counted = targets != -100
@@ -160,20 +158,16 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         logits = None if labels is not None and self.training else self.gpt.logits(x[:, keep])
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
 
-    def _read(self, ids, mask, documents, cache, last):
-        """Return the head's input for ids [B, T], at least for the `last` of them unless it is 0, and cache ids."""
+    def _read(self, ids, mask, documents, cache):
+        """Return the head's input for ids [B, T], and cache ids."""
         layer = StateLayer() if cache is None else cache.layers[0]
         if layer.seen is None:
             layer.seen, layer.state = torch.zeros_like(ids[:, 0]), cache and self.gpt.empty_state(len(ids))
         counts, starts, order = arrange(ids, mask, documents, layer)
         if order is not None:
-            ids, last = ids.gather(1, order), 0
-        x, T = None, ids.shape[1]
-        size = PIECE if cache else T
-        for i in range(0, T, size):
-            piece = slice(i, i + size)
-            y, layer.state = self.gpt.hidden(ids[:, piece], layer.state, None if starts is None else starts[:, piece])
-            x = (y if x is None else torch.cat((x, y), dim=1))[:, -last:]
+            ids = ids.gather(1, order)
+        x, layer.state = self.gpt.hidden(ids, layer.state, starts)
+        T = ids.shape[1]
         layer.tokens, layer.padded = layer.tokens + T, counts is not None
         layer.seen = layer.seen + (T if counts is None else counts)
         return x if order is None else x.take_along_dim(order.argsort(1).unsqueeze(2), 1)
