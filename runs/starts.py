@@ -31,7 +31,6 @@ DIFF = (
     "git read-tree HEAD && git add --intent-to-add -- '*.py' && "
     "git diff --binary --no-ext-diff --no-color --src-prefix=a/ --dst-prefix=b/ --unified=3 HEAD"
 )
-DIFF_LIMIT = 1_000_000  # bytes of it that are kept
 
 
 def record_start(out_dir, step):
@@ -42,9 +41,7 @@ def record_start(out_dir, step):
         warn("the commit and what differs from it are not kept: git does not read this folder as a repository")
     elif diff := _diff():
         start["diff"] = f"code-{short_hash(diff)}.diff"  # equal ones are one file
-        write_atomically(os.path.join(out_dir, start["diff"]), diff[:DIFF_LIMIT])
-        if len(diff) > DIFF_LIMIT:
-            warn(f"the code differs from its commit in {len(diff):,} bytes, of which {DIFF_LIMIT:,} are kept")
+        write_atomically(os.path.join(out_dir, start["diff"]), diff)
     starts = [*read_starts(out_dir), start | {"code": record_code()}]
     write_json(os.path.join(out_dir, "environment.json"), starts)
 
@@ -53,12 +50,9 @@ def read_starts(run):
     """Return the starts in a run's environment.json; none if the file is missing or damaged."""
     try:
         with open(os.path.join(run, "environment.json")) as f:
-            starts = [{"step": 0, "code": {}} | start for start in json.load(f)]
-        if all(type(start["step"]) is int and type(start["code"].get("files", {})) is dict for start in starts):
-            return starts
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        pass
-    return []
+            return [{"step": 0, "code": {}} | start for start in json.load(f)]
+    except (OSError, ValueError, TypeError):
+        return []
 
 
 def codes_of(run, step):

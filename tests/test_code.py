@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, call, refusal
+from helpers import ROOT, call
 
 from sympow import code, compare, evaluate, export, sample
 from sympow.runs import starts
@@ -69,11 +69,9 @@ def test_every_program_names_the_file_that_changed_and_goes_on(go, clone, caplog
     assert warnings(*train, "--max_iters=8")[0].endswith(": training/optimizer.py")
 
 
-@pytest.mark.parametrize(
-    "damaged", [5, [None], "x", {"a": 1}, [{"code": 5}], [{"step": "x"}], [{"code": {"files": 1}}]]
-)
+@pytest.mark.parametrize("damaged", ["5", "[null]", '[{"step": 5', ""])
 def test_a_damaged_list_of_starts_is_none(damaged, tmp_path):
-    (tmp_path / "environment.json").write_text(json.dumps(damaged))
+    (tmp_path / "environment.json").write_text(damaged)
     assert starts.last_code(str(tmp_path / "ckpt/step_00000005")) is None
 
 
@@ -124,7 +122,7 @@ CHANGE = "echo 'x = 2' > model.py && rm layers/norm.py && printf 'x = \\351\\f' 
 REPEAT = "git clone -q repository again && cd again && git apply ../*.diff && diff -r -x .git . ../repository"
 
 
-def test_a_start_keeps_what_makes_its_code_again(tmp_path, monkeypatch, capsys):
+def test_a_start_keeps_what_makes_its_code_again(tmp_path, monkeypatch):
     shell = lambda command, folder: subprocess.run(command, shell=True, cwd=folder, check=True)
     shell(COMMIT, tmp_path)
     monkeypatch.setattr(starts, "ROOT", tmp_path / "repository")
@@ -134,9 +132,6 @@ def test_a_start_keeps_what_makes_its_code_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GIT_DIFF_OPTS", "-u0")
     starts.record_start(tmp_path, 5)
     shell(REPEAT, tmp_path)
-    (starts.ROOT / "large.py").write_text("x = 1\n" * 200_000)
-    starts.record_start(tmp_path, 5)
-    assert "bytes, of which 1,000,000 are kept" in refusal(capsys)
-    clean, *changed = json.loads((tmp_path / "environment.json").read_text())
+    clean, changed = json.loads((tmp_path / "environment.json").read_text())
     assert len(clean["commit"]) == 40 and clean["code"] == code.record_code() and "diff" not in clean
-    assert [0 < (tmp_path / start["diff"]).stat().st_size <= 1_000_000 for start in changed] == [True, True]
+    assert (tmp_path / changed["diff"]).exists()
