@@ -20,7 +20,6 @@ from pathlib import Path
 
 from ..data import describe_error, files
 from .processes import print_to_terminal, warn
-from .settings import BOOLS
 
 START_SECONDS = 30  # that the start of training waits for wandb's server
 FINISH_SECONDS = 60  # that the end of training waits for wandb's last uploads
@@ -210,7 +209,7 @@ def choose_id(folder):
 def start_wandb(cfg, settings, run_id, parameters):
     """Return a run of wandb: online if wandb finds an API key and its server answers, otherwise offline.
 
-    Nothing asks for a login. Prints one line. Returns None if WANDB_MODE or WANDB_DISABLED turns wandb off.
+    Nothing asks for a login. Prints one line. Returns None if WANDB_MODE turns wandb off.
     settings: the contents of config.json. parameters: their number in the model.
     """
     import wandb
@@ -224,8 +223,6 @@ def start_wandb(cfg, settings, run_id, parameters):
     )
     if cfg.wandb != "auto":
         quiet.mode = cfg.wandb
-    elif BOOLS.get(os.environ.get("WANDB_DISABLED", "").lower()):  # which transformers honours, and wandb no more
-        quiet.mode = "disabled"
     mode, reason = wandb.setup(quiet).settings.mode, "as asked"
     if mode == "disabled":
         return None
