@@ -51,8 +51,6 @@ def choose_checkpoint(cfg, dataset, thorough):
     be read.
     """
     out_dir = cfg.out_dir
-    if out_dir.encode(errors="ignore").decode() != out_dir:  # no checkpoint in it could be read
-        refuse(f"out_dir must be UTF-8, got {os.fsencode(out_dir)}")
     if cfg.schedule != "constant" and cfg.min_lr > cfg.learning_rate:
         refuse(
             f"min_lr must be at most learning_rate={cfg.learning_rate:g}, since schedule={cfg.schedule} goes down to "
