@@ -330,9 +330,7 @@ def read_progress(folder):
     with suppress(TypeError, ValueError):
         progress = Progress(**contents)
         progress.model = progress.model and with_defaults(GPTConfig, progress.model)
-        counts = [progress.step, progress.best_step, progress.context, *progress.skipped, *sum(progress.stages, [])]
-        if min(counts) >= 0 and progress.seconds >= 0 and progress.best > -math.inf:
-            return progress
+        return progress
     raise DataError(f"{path} is damaged: it is no run's progress")
 
 

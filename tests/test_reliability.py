@@ -160,9 +160,7 @@ def fit_checksums(folder):
         *(
             ("progress.json", lambda path, changes=changes: change_json(path, **changes), message)
             for changes, message in (
-                ({"step": -7}, "it is no run's progress"),
-                ({"step": "5"}, "it is no run's progress"),
-                ({"skipped": 5}, "it is no run's progress"),
+                ({"steps": 5}, "it is no run's progress"),
                 ({"model": {"n_layer": "2"}}, "progress.json is not what was written"),
                 ({"model": {"n_layer": 10**9}}, "n_layer must be from 1 to 10,000, got 1000000000"),
                 ({"model": {"n_lazer": 2}}, "progress.json is not what was written"),
