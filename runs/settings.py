@@ -258,15 +258,6 @@ def accumulation_steps(cfg, settings, world):
     return cfg.tokens_per_step // (world * micro_step)
 
 
-def divide_sequences(sequences, limit):
-    """Return (batch_size, accumulation) for the sequences of a step on a rank, which are their product.
-
-    batch_size is the largest divisor that is not above `limit`, at least 1.
-    """
-    batch_size = max(n for n in range(1, max(1, min(limit, sequences)) + 1) if sequences % n == 0)
-    return batch_size, sequences // batch_size
-
-
 def parse_stages(then):
     """Return [(context, start)] of the stages in `then`; start is a number of steps, or a Fraction: a share.
 

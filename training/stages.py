@@ -22,11 +22,11 @@ from ..data.loader import Windows
 from ..data.mixture import HeldOut, MixedWindows, open_windows
 from ..layers.activation import mlp_widths
 from ..runs.program import refuse
-from ..runs.settings import accumulation_steps, divide_sequences, parse_stages
+from ..runs.settings import accumulation_steps, parse_stages
 
 REHEARSED = ("cuda",)  # kinds of devices on which too little memory is an error that can be caught
-# numbers of 4 bytes that the backward pass keeps for each token, layer and entry of n_embd: at least, usually at most
-KEPT = {False: (12, 48), True: (1, 4)}  # with activation_checkpointing or without
+# numbers of 4 bytes that the backward pass keeps at least for each token, layer and entry of n_embd
+KEPT = {False: 12, True: 1}  # with activation_checkpointing or without
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,19 @@ def make_stages(cfg, values, dataset, layout):
 
 
 def _later_sizes(cfg, context, world):
-    """Return (batch_size, accumulation) of a later stage. A micro-step has no more tokens than one of the first stage,
-    but at least one sequence."""
+    """Return (batch_size, accumulation) of a later stage, whose product are the sequences of a step on a rank.
+
+    A micro-step has no more tokens than one of the first stage, but at least one sequence.
+    """
     sequences, rest = divmod(cfg.tokens_per_step, world * context)
     if rest:
         raise ValueError(
             f"then={cfg.then}: tokens_per_step must be a multiple of {world} ranks x context {context} = "
             f"{world * context}, got {cfg.tokens_per_step}"
         )
-    return divide_sequences(sequences, cfg.batch_size * cfg.block_size // context)
+    limit = max(1, min(sequences, cfg.batch_size * cfg.block_size // context))
+    batch_size = max(n for n in range(1, limit + 1) if sequences % n == 0)
+    return batch_size, sequences // batch_size
 
 
 def stage_of(stages, cfg, step, progress):
@@ -145,19 +149,14 @@ def check_memory(cfg, config, stages, device, world):
     mlp = sum(mlp_widths(config)) * (config.residual == "gpt2")
     width = 2 * config.n_head * config.head_dim + mlp  # c_attn, c_proj, MLP
     weights = 16 * config.n_embd * (config.vocab_size + config.n_layer * width) // (world if cfg.shard else 1)
-    least, usual = (4 * number * config.n_layer * config.n_embd for number in KEPT[config.activation_checkpointing])
-    need = weights + tokens * least
-    if device.type != "cpu" or cfg.eval_only or need <= (have := free_memory(device)):
-        return
-    remedy = "a smaller block_size or model"
-    sequences = (have - weights) // usual * cfg.context_parallel // stages[-1].block_size
-    if sequences > 0:
-        batch_size, _ = divide_sequences(stages[0].batch_size * stages[0].accumulation, sequences)
-        remedy = f"batch_size={batch_size}"
-    raise ValueError(
-        f"batch_size={cfg.batch_size} takes at least {need / 1e9:,.1f} GB of memory ({weights / 1e9:,.1f} for weights, "
-        f"gradients and moments), this machine has {have / 1e9:,.1f} GB: {remedy} should fit"
-    )
+    kept = tokens * 4 * KEPT[config.activation_checkpointing] * config.n_layer * config.n_embd
+    need = weights + kept
+    if device.type == "cpu" and not cfg.eval_only and need > (have := free_memory(device)):
+        raise ValueError(
+            f"batch_size={cfg.batch_size} takes at least {need / 1e9:,.1f} GB of memory ({weights / 1e9:,.1f} for "
+            f"weights, gradients and moments), this machine has {have / 1e9:,.1f} GB: a smaller batch_size "
+            "(tokens_per_step stays), block_size or model needs less"
+        )
 
 
 def rehearse(plan, model, optimizer):
