@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import re
 import subprocess
-import sys
 import tempfile
 
 LETTERS = 15_000  # in a file, of at most four bytes each: data/source/prepare.py takes up to 65,536 bytes
@@ -46,12 +45,11 @@ def is_prose(paragraph):
     return len(words) >= WORDS and sum(word in COMMON for word in words) >= ENGLISH * len(words)
 
 
-def write_package(job):
-    """Download a package and write its prose to a folder; return a line that says how many letters it has.
+def write_package(package):
+    """Download a package and write its prose to prose/PACKAGE; return a line that says how many letters it has.
 
-    job: (package, folder). A package that apt-get does not have gives no file.
+    A package that apt-get does not have gives no file.
     """
-    package, folder = job
     prose = {True: {}, False: {}}  # {of pages: {paragraph: None}}, in order
     with tempfile.TemporaryDirectory() as downloads:
         subprocess.run(["apt-get", "-q", "download", package], cwd=downloads, capture_output=True)
@@ -65,20 +63,18 @@ def write_package(job):
                 prose[is_page] |= dict.fromkeys(texts)
     text = max(map("\n".join, prose.values()), key=len)
     for i in range(0, len(text), LETTERS):
-        os.makedirs(folder, exist_ok=True)
-        with open(f"{folder}/{i // LETTERS:05}.txt", "w", encoding="utf-8") as f:
+        os.makedirs(f"prose/{package}", exist_ok=True)
+        with open(f"prose/{package}/{i // LETTERS:05}.txt", "w", encoding="utf-8") as f:
             f.write(text[i : i + LETTERS])
     return f"{package}: {len(text):,} letters"
 
 
 def main():
-    """Write packages to a folder, as many at a time as there are processors. Both are on the command line, if given."""
-    folder, *packages = sys.argv[1:] or ["prose"]
-    if not packages:
-        with open(os.path.join(os.path.dirname(__file__), "prose.txt")) as f:
-            packages = f.read().split()
+    """Write all packages, as many at a time as there are processors."""
+    with open(os.path.join(os.path.dirname(__file__), "prose.txt")) as f:
+        packages = f.read().split()
     with multiprocessing.Pool() as pool:
-        for line in pool.imap_unordered(write_package, [(name, os.path.join(folder, name)) for name in packages]):
+        for line in pool.imap_unordered(write_package, packages):
             print(line, flush=True)
 
 

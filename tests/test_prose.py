@@ -44,8 +44,9 @@ def test_a_package_gives_each_paragraph_once_in_files_that_the_prepare_script_ta
                 with open(f"{command[3]}/{name}", "w") as f:
                     f.write(text)
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", run)
-    assert prose.write_package(("a-doc", str(tmp_path / "a-doc"))).startswith("a-doc: ")
-    texts = [path.read_text() for path in sorted((tmp_path / "a-doc").iterdir())]
+    assert prose.write_package("a-doc").startswith("a-doc: ")
+    texts = [path.read_text() for path in sorted((tmp_path / "prose/a-doc").iterdir())]
     assert len(texts) > 1 and max(map(len, texts)) == prose.LETTERS
     assert "".join(texts).split("\n") == [f"Page {i}: {SENTENCE}" for i in range(400)] + [SENTENCE]
