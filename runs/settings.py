@@ -25,7 +25,6 @@ from .program import Parser, refuse
 
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 NANOGPT_KEYS = {"eval_iters": "eval_tokens", "lr": "learning_rate"}  # to which another key may be closer
-UNITS = {"eval_iters": " (eval_iters x batch_size x block_size)"}  # what a key comes to in the unit of ours
 KINDS = {bool: "True or False", int: "a whole number below 2^63", float: "a finite number"}
 KINDS |= {kind | str: f"{words}, or auto" for kind, words in KINDS.items()}
 # a field of a dataclass with the comment behind it, or a comment that is the title of the fields below
@@ -86,7 +85,7 @@ def read_settings(classes, argv, hidden=(), usage="", folders=False):
 
 def _refuse_key(key, known, source):
     """Refuse a key that is no setting; source: the key as it stands on the command line, or in a file."""
-    hint = did_you_mean(NANOGPT_KEYS.get(key, key), known, UNITS.get(key, ""))
+    hint = did_you_mean(NANOGPT_KEYS.get(key, key), known)
     refuse(f"unknown key {source}" + (hint or ": see --help for the keys"))
 
 

@@ -39,13 +39,11 @@ _MODULES = {
 __all__ = list(_MODULES)
 
 
-def did_you_mean(name, names, note=""):
-    """Return the end of a message about a name that is not among `names`, or "" if none of them is close.
-
-    It is ": did you mean NAME?", with `note` behind the name.
-    """
+def did_you_mean(name, names):
+    """Return the end of a message about a name that is not among `names`, ": did you mean NAME?" with the closest of
+    them, or "" if none is close."""
     closest = difflib.get_close_matches(name, names, n=1)
-    return f": did you mean {closest[0]}{note}?" if closest else ""
+    return f": did you mean {closest[0]}?" if closest else ""
 
 
 def check_choice(setting, value, choices):

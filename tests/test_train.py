@@ -185,7 +185,7 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
         (["--beta1=1"], "beta1 must be in [0, 1), got 1.0"),
         (["--device=tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--lr=1"], "unknown key --lr=1: did you mean learning_rate?"),
-        (["--eval_iters=1"], "--eval_iters=1: did you mean eval_tokens (eval_iters x batch_size x block_size)?"),
+        (["--eval_iters=1"], "--eval_iters=1: did you mean eval_tokens?"),
         (["--attention=sympow,sympow_gatng"], "got 'sympow_gatng': did you mean sympow_gating?"),
         (["--attention=retention"], f"{', '.join(ATTENTIONS)}, got 'retention'\n"),
         (["--schedule=cosin"], "got 'cosin': did you mean cosine?"),
