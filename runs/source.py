@@ -157,14 +157,11 @@ class Source:
                     if name.endswith(".attn.conv.weight"):
                         x.zero_()  # so that the model begins as its source
                     continue
-                parts = self.stored_names[name]
-                if self.kind == "sympow" and [*x.shape] == saved.shapes[parts[0]]:
-                    saved.fill(parts[0], x)
-                    continue
                 tensor = self._join(name, saved.read)
+                if name in VOCABULARY:
+                    tensor = F.pad(tensor, (0, 0, 0, len(x) - len(tensor)))  # below 0: rows of no token
                 rows, first = own_rows(x)
-                padding = [0, 0] * (tensor.dim() - 1) + [0, len(x) - len(tensor)]  # below 0: rows of no token
-                rows.copy_(F.pad(tensor, padding)[first : first + len(rows)])
+                rows.copy_(tensor[first : first + len(rows)] if rows.dim() else tensor)
 
     def fingerprint(self):
         """Return a hash of the settings and of all vectors among the weights, the norms and biases.
