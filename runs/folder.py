@@ -51,11 +51,6 @@ def choose_checkpoint(cfg, dataset, thorough):
     be read.
     """
     out_dir = cfg.out_dir
-    if cfg.schedule != "constant" and cfg.min_lr > cfg.learning_rate:
-        refuse(
-            f"min_lr must be at most learning_rate={cfg.learning_rate:g}, since schedule={cfg.schedule} goes down to "
-            f"it, got {cfg.min_lr:g}"
-        )
     saved = _saved_settings(cfg)
     # torchrun and Slurm start a job again with the same command, which must not overwrite what the first start made
     restarted = any(from_launcher(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM"))

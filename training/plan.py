@@ -52,6 +52,11 @@ def make_plan(cfg, values, ranks):
     Sets cfg.dtype, and cfg.tokens_per_step, to what they come to. Raises ValueError or DataError for settings, data and
     weights that do not fit; exits with status 2 for a folder that cannot be used.
     """
+    if cfg.schedule != "constant" and cfg.min_lr > cfg.learning_rate:
+        raise ValueError(
+            f"min_lr must be at most learning_rate={cfg.learning_rate:g}, since schedule={cfg.schedule} goes down to "
+            f"it, got {cfg.min_lr:g}"
+        )
     dataset = open_dataset(cfg.dataset)
     layout = Layout(ranks, cfg.context_parallel, cfg.shard)
     stages, held_out = make_stages(cfg, values, dataset, layout)
