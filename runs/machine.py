@@ -23,15 +23,11 @@ PEAK_FLOPS = {
 }
 
 
-def peak_flops(device):
-    """Return the peak dense bf16 FLOP/s of a device, or None if it is not known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
-
-
 def flops_utilization(model, tokens_per_second, block_size, dtype):
     """Return the share of its device's peak that training a model takes at this speed, or None if that is not known."""
-    peak = peak_flops(model.transformer.wte.weight.device)
+    device = model.transformer.wte.weight.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
     return peak and tokens_per_second * model.flops_per_token(block_size, dtype) / peak
 
 

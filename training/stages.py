@@ -73,7 +73,7 @@ def make_stages(cfg, values, dataset, layout):
 
 
 def _later_sizes(cfg, context, world):
-    """Return (batch_size, accumulation) of a later stage, whose product are the sequences of a step on a rank.
+    """Return (batch_size, accumulation) of a later stage; their product is the number of sequences in a step on a rank.
 
     A micro-step has no more tokens than one of the first stage, but at least one sequence.
     """
@@ -149,8 +149,7 @@ def check_memory(cfg, config, stages, device, world):
     mlp = sum(mlp_widths(config)) * (config.residual == "gpt2")
     width = 2 * config.n_head * config.head_dim + mlp  # c_attn, c_proj, MLP
     weights = 16 * config.n_embd * (config.vocab_size + config.n_layer * width) // (world if cfg.shard else 1)
-    kept = tokens * 4 * KEPT[config.activation_checkpointing] * config.n_layer * config.n_embd
-    need = weights + kept
+    need = weights + 4 * tokens * KEPT[config.activation_checkpointing] * config.n_layer * config.n_embd
     if device.type == "cpu" and not cfg.eval_only and need > (have := free_memory(device)):
         raise ValueError(
             f"batch_size={cfg.batch_size} takes at least {need / 1e9:,.1f} GB of memory ({weights / 1e9:,.1f} for "
