@@ -1,8 +1,8 @@
 """Score a model on tasks of lm-evaluation-harness, with lm_eval's own class for models of transformers.
 
-    tasks = load_tasks(["lambada_openai", "my_task.yaml"])
+    tasks = load_tasks(["lambada_openai", "my_task.yaml"], cfg.include_path, cfg.num_fewshot)
     model = load_model("out/NAME", cfg)
-    report = run_tasks(tasks, model)                                 # {"lambada_openai": {"acc": 0.31, ...}, ...}
+    report = run_tasks(tasks, model, cfg.limit)      # {"lambada_openai": {"acc": 0.31, ...}, ...}
 
 Importing this file imports lm_eval and what it needs for transformers: pip install "lm_eval[hf]".
 """
@@ -31,11 +31,11 @@ UNLIMITED = 2**40  # tokens
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
-def load_tasks(names, include_path=None, num_fewshot=-1):
+def load_tasks(names, include_path, num_fewshot):
     """Return lm_eval's tasks of these names, groups or paths of YAML files, with their data, which may be downloaded.
 
-    include_path: a folder with more tasks. num_fewshot: examples before each question; -1: the task's own number.
-    Raises DataError for a task that does not exist or has no data.
+    include_path: a folder with more tasks, or "". num_fewshot: examples before each question; -1: the task's own
+    number. Raises DataError for a task that does not exist or has no data.
     """
     if not names:
         raise DataError("--tasks names no task")
@@ -93,7 +93,7 @@ def load_own(folder, cfg):
     return wrapper, PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(text), eos_token=end)
 
 
-def run_tasks(tasks, model, limit=0.0):
+def run_tasks(tasks, model, limit):
     """Return {task or group: {metric: value}} for the results of load_tasks and load_model, with standard errors.
 
     A metric of another filter than "none" is called "metric,filter". Each task also has "samples", "num_fewshot" and
