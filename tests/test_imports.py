@@ -17,16 +17,16 @@ SHORT = {"README.md": 100, "docs/understand/attention.md": 150}  # the most line
 # the most nodes of syntax, without docstrings, that a file, the files at top level and each room may have: what they
 # have now and, where users add their own, an attention, an activation and a schedule more
 SIZES = {
-    "model.py": 1920, "train.py": 1950, "sample.py": 1100, "top level": 8960, "kernels": 38130, "attention": 24100,
-    "experiments": 7090, "data": 12500, "runs": 12870, "generation": 5460, "bench": 4150, "training": 4170,
-    "sympow": 3290, "layers": 2360, "config": 480,
+    "model.py": 1920, "train.py": 1950, "sample.py": 1100, "top level": 8960, "kernels": 38150, "attention": 24100,
+    "experiments": 7050, "data": 12500, "runs": 12620, "generation": 5180, "bench": 4150, "training": 4120,
+    "sympow": 3110, "layers": 2360, "config": 480,
 }  # fmt: skip
 # (file, whether imports inside functions count): the most files, and nodes in them, that its imports reach
 REACHED = {
-    ("model.py", False): (41, 25000),
-    ("model.py", True): (76, 51500),
-    ("train.py", False): (74, 48250),
-    ("train.py", True): (114, 81300),
+    ("model.py", False): (41, 24700),
+    ("model.py", True): (76, 51200),
+    ("train.py", False): (74, 47700),
+    ("train.py", True): (114, 80750),
 }
 UNCOUNTED = ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop, ast.Module
 MODEL = {"model", "layers", "attention", "kernels"}
