@@ -168,8 +168,7 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
             ids = ids.gather(1, order)
         x, layer.state = self.gpt.hidden(ids, layer.state, starts)
         T = ids.shape[1]
-        layer.tokens, layer.padded = layer.tokens + T, counts is not None
-        layer.seen = layer.seen + (T if counts is None else counts)
+        layer.tokens, layer.seen = layer.tokens + T, layer.seen + (T if counts is None else counts)
         return x if order is None else x.take_along_dim(order.argsort(1).unsqueeze(2), 1)
 
 
@@ -207,8 +206,7 @@ def arrange(ids, mask, documents, layer):
     if mask is not None:
         if [*mask.shape] != (shape := [len(ids), layer.tokens + T]):
             raise ValueError(f"attention_mask must be of shape {shape}, got {[*mask.shape]}")
-        mask = None if mask.all() and not layer.padded else mask.bool()
-    layer.check_mask(mask)
+        mask = None if mask.all() else mask.bool()
     if mask is None:
         return None, documents, None
     text, begun = mask[:, layer.tokens :], layer.seen > 0

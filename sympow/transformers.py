@@ -92,8 +92,9 @@ class PowerCache(Cache):
 class StateLayer(CacheLayerMixin):
     """What a cache keeps of texts in the place of keys and values: a state that has `map`.
 
-    Attributes: state (None before any token), tokens (how many have been read, masked ones too), seen ([B], how many of
-    them were not masked, None before any token), padded (some tokens were masked, or began a document).
+    A token that was masked when it was read stays so, whatever later masks say of it. Attributes: state (None before
+    any token), tokens (how many have been read, masked ones too), seen ([B], how many of them were not masked, None
+    before any token).
     """
 
     is_compileable = is_sliding = is_croppable = supports_early_init = False
@@ -104,18 +105,11 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self):
         """Forget all tokens."""
-        self.state, self.tokens, self.seen, self.padded = None, 0, None, False
+        self.state, self.tokens, self.seen = None, 0, None
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Raise ValueError: this cache has no keys and values for another model's attention."""
         raise ValueError("this cache belongs to another model: its state has no keys and values")
-
-    def check_mask(self, mask):
-        """Raise ValueError for a mask of earlier tokens that differs from the masks with which they were read."""
-        if not self.tokens or (mask is None and not self.padded):
-            return
-        if (self.seen != (self.tokens if mask is None else mask[:, : self.tokens].sum(1))).any():
-            raise ValueError("attention_mask must be for the tokens in a cache what it was when they were read")
 
     def lazy_initialization(self, key_states, value_states):
         """Do nothing: the first tokens make the state."""
@@ -185,10 +179,10 @@ class PowerLayer(StateLayer):
         B, n = q.shape[:2]
         if self.state is None:
             self.state = LayerState.empty(B, q.device, self.switch_over)
-        state, self.padded = self.state, self.padded or mask is not None
+        position = self.state.position
         steps = torch.ones_like(q[..., 0, 0]) if mask is None else mask[:, -n:]
-        seen = state.position.unsqueeze(1) + steps.to(state.position).cumsum(1)  # tokens that are not masked
-        y, self.state = attend_and_append(q, k, v, log_g, seen, state, p=p)
+        seen = position.unsqueeze(1) + steps.to(position).cumsum(1)  # tokens that are not masked
+        y, self.state = attend_and_append(q, k, v, log_g, seen, self.state, p=p)
         self.seen, self.tokens, self.waiting = self.state.position, self.tokens + n, False
         return y
 
@@ -233,8 +227,6 @@ def attend(module, query, key, value, attention_mask, *, p, gate, **options):
     q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the model rotates q and k in float32
     n, m = q.shape[1], k.shape[1]
     mask = check_mask(attention_mask, m if layer is None else layer.tokens + n)
-    if layer is not None and getattr(module, "layer_idx", 0) == 0:
-        layer.check_mask(mask)
     seen = None if mask is None else mask[:, -m:].bool()
     log_g = -alibi_slopes(k.shape[2], k.device).expand(k.shape[:3]) if gate == "fixed" else None
     if seen is not None:  # a key of zeros has no weight, and a token that is not there lets nothing fade

@@ -19,14 +19,14 @@ SHORT = {"README.md": 100, "docs/understand/attention.md": 150}  # the most line
 SIZES = {
     "model.py": 1920, "train.py": 1950, "sample.py": 1100, "top level": 8960, "kernels": 38150, "attention": 24100,
     "experiments": 7050, "data": 12500, "runs": 12620, "generation": 5180, "bench": 4150, "training": 4120,
-    "sympow": 3110, "layers": 2360, "config": 480,
+    "sympow": 3020, "layers": 2360, "config": 480,
 }  # fmt: skip
 # (file, whether imports inside functions count): the most files, and nodes in them, that its imports reach
 REACHED = {
     ("model.py", False): (41, 24700),
     ("model.py", True): (76, 51200),
     ("train.py", False): (74, 47700),
-    ("train.py", True): (114, 80750),
+    ("train.py", True): (114, 80730),
 }
 UNCOUNTED = ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop, ast.Module
 MODEL = {"model", "layers", "attention", "kernels"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import LLAMA, ROOT, join, start_ranks
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM  # noqa: E402
@@ -152,6 +152,18 @@ def test_a_cache_stops_growing_and_packed_documents_stay_apart_in_it(power):
             assert packed.get_seq_length() == packed.bytes() == 0
 
 
+@pytest.mark.parametrize("name", ["sympow_fixed", "GPT-2"])
+def test_a_cache_remembers_which_tokens_were_padding(power, name):
+    exported = name == "GPT-2"
+    model, tokens, mask, logits = model_of(name) if exported else llama(name), ids(2, 6), torch.ones(2, 6), []
+    mask[0, :2] = 0
+    for later_mask in (pad(mask, (0, 1), value=1), torch.ones(2, 7), None):
+        cache = {"past_key_values": None if exported else power.PowerCache("always"), "use_cache": True}
+        cache = model(tokens, attention_mask=mask, **cache)[CACHE]
+        logits.append(model(tokens[:, :1], attention_mask=later_mask, past_key_values=cache).logits)
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+
+
 @pytest.mark.parametrize("name", ["sympow", "sympow_fixed"])
 def test_a_cache_that_grows_beams_and_several_sequences_give_the_same_text(power, name):
     model, tokens = llama(name), ids(2, 9)
@@ -174,14 +186,6 @@ def refusals():
     square, later = torch.ones(2, 1, 6, 6, dtype=torch.long), torch.ones(2, 6, dtype=torch.long)
     later[0, :2] = 0
 
-    def other_mask(model, power, tokens):
-        cache = model(tokens[:, :4], past_key_values=power.PowerCache()).past_key_values
-        model(tokens[:, 4:], attention_mask=later, past_key_values=cache)
-
-    def forgotten_mask(model, power, tokens):
-        cache = model(tokens, attention_mask=later, past_key_values=power.PowerCache()).past_key_values
-        model(tokens[:, :1], past_key_values=cache)
-
     def other_attention(model, power, tokens):
         model.set_attn_implementation("sdpa")
         model.generate(tokens, past_key_values=power.PowerCache(), max_new_tokens=2)
@@ -193,8 +197,6 @@ def refusals():
     return {
         "takes an attention_mask of [B, 6], got [2, 1, 6, 6]": lambda m, _, x: m(x, attention_mask=square),
         "takes an attention_mask of [B, 6], got [2, 5]": lambda m, _, x: m(x, attention_mask=later[:, :5]),
-        "for the tokens in a cache what it was": other_mask,
-        "a cache what it was when they were read": forgotten_mask,
         "the last ones went to another attention": other_attention,
         "must go on from the cached keys": packed_keys,
         "packed or static ones": lambda m, _, x: m.generate(x, cache_implementation="static", max_new_tokens=2),
