@@ -389,8 +389,10 @@ def model_of(**kwargs):
     return model
 
 
-def test_the_gated_residual_layer_takes_the_place_of_the_mlp():
-    block = GPT(heinsen_config(residual="glu", n_layer=8)).transformer.h[0]
+def test_it_brings_its_position_embedding_and_a_gated_residual_layer_in_the_place_of_the_mlp():
+    model = GPT(heinsen_config(residual="glu", n_layer=8)).transformer
+    assert type(model.wpe) is LogPosition
+    block = model.h[0]
     layer, x = block.attn.c_proj, torch.randn(2, 32)
     names = {name for name, _ in block.named_parameters()}
     projections = {f"attn.c_proj.{name}" for name in ("c_fc.weight", "c_fc.bias", "c_proj.weight")}

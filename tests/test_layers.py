@@ -1,18 +1,11 @@
 """attention= as a pattern over the layers: each layer has its own attention, gate, state and form."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from test_model import tiny
 
 from sympow.attention import ATTENTIONS, Softmax, Sympow, SympowGating
-from sympow.attention.state import LayerState, State
 from sympow.attention.variant import RECIPE
-from sympow.generation.generate import generate
-from sympow.generation.steps import read_prompt
 from sympow.model import GPT, GPTConfig
-from sympow.generation import state_file
 from sympow.runs.settings import read_settings
 
 SHAPE = dict(vocab_size=97, n_head=4, n_kv_head=2, n_embd=32, head_dim=8, rope_base=99.0, gate_bias=2.0)
@@ -91,60 +84,3 @@ def test_a_fresh_gate_is_sigmoid_of_gate_bias_at_every_token():
     gate = ATTENTIONS["sympow_gating"](GPTConfig(attention="sympow_gating", gate_bias=0.5)).gate
     products = torch.randn(2, 768) @ gate.input_weight().T
     assert torch.allclose(gate(products).exp(), torch.tensor(0.5).sigmoid().expand(2, 12))
-
-
-# ---- a position embedding and an output layer of an attention's own
-
-
-@dataclass
-class CountState(State):
-    tokens: torch.Tensor  # [B] float32
-
-
-class Count(torch.nn.Module):
-    """A position embedding that adds 1 / (1 + the number of tokens before)."""
-
-    def empty_state(self, batch, device):
-        return CountState(torch.zeros(batch, device=device))
-
-    def forward(self, x, resets=None, state=None):
-        start = x.new_zeros(len(x), 1) if state is None else state.tokens[:, None]
-        positions = torch.arange(x.shape[1]) + start
-        return x + 1 / (1 + positions[..., None]), state and CountState(positions[:, -1] + 1)
-
-
-class Unrotated(Softmax):
-    def rotate(self, qkv, positions):
-        return self.split(qkv)
-
-    @classmethod
-    def position_embedding(cls, config):
-        return Count()
-
-    @classmethod
-    def output_layer(cls, config):
-        layer = torch.nn.Sequential(torch.nn.Linear(config.n_head * config.head_dim, 8), torch.nn.GELU())
-        layer.c_proj = torch.nn.Linear(8, config.n_embd)
-        return layer
-
-
-@pytest.fixture
-def unrotated(monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "unrotated", Unrotated)
-
-
-@torch.inference_mode()
-def test_an_attention_may_bring_its_position_embedding_and_output_layer(unrotated, tmp_path):
-    model = tiny("unrotated,sympow")
-    first, second = model.transformer.h
-    assert not hasattr(first, "mlp") and not hasattr(first, "ln_2") and hasattr(second, "mlp")
-    assert GPT(model.config).transformer.h[0].attn.c_proj.c_proj.weight.std() < 0.015  # 0.02 / sqrt(2 n_layer)
-    prompt, file, options = [5, 10, 7, 20, 30], str(tmp_path / "a.state"), dict(max_new_tokens=12, temperature=0.0)
-    (ids,) = zip(*generate(model, prompt, **options))
-    logits, _ = model(torch.tensor([[*prompt, *ids]]))
-    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == list(ids)
-    state_file.save_state(file, model, *read_prompt(model, prompt))
-    logits, state = state_file.load_state(file, model)
-    assert list(zip(*generate(model, prefix=(logits, state), **options))) == [ids]
-    assert state.embedding.tokens == 5 and type(state.layers[0]) is LayerState
-    assert state.repeat(2).embedding.tokens.shape == (2,)

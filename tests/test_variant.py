@@ -94,6 +94,7 @@ FORMS = {  # other forms of attentions
     "signed values": dict(attention="heinsen", values="signed", residual="gpt2"),
     "softmax, convolved": dict(attention="softmax", convolution=3, output_gate=True, bias=True),
     "log values": dict(attention="heinsen", values="log", residual="glu"),
+    "beside an MLP": dict(attention="heinsen,sympow", residual="glu"),
 }
 # linear: README's, unless attention/ has one
 REGISTERED = [*dict.fromkeys([*ATTENTIONS, *FORMS, "average", "linear"])]
