@@ -34,9 +34,9 @@ def tiny(attention="sympow", gate="auto", **kwargs):
     return model.eval()
 
 
-def gradients(ids, double=False, **settings):
+def gradients(ids, **settings):
     """Return the gradients of a small model's loss."""
-    model = tiny(**settings).double() if double else tiny(**settings)
+    model = tiny(**settings)
     model(ids, ids)[1].backward()
     return [p.grad for p in model.parameters()]
 
@@ -94,12 +94,6 @@ def test_an_even_power_checkpoint_loaded_as_sympow_gives_the_same_logits(p):
     sympow.load_state_dict(even.state_dict())
     with torch.no_grad():
         assert (even(ids)[0] - sympow(ids)[0]).abs().max() < 1e-4
-
-
-def test_the_form_does_not_change_what_is_learned():
-    ids, forms = torch.randint(0, 97, (2, 33)), ("quadratic", "chunked")
-    one, other = (gradients(ids, True, attention="sympow_gating", form=form, chunk_size=8) for form in forms)
-    assert all(map(torch.allclose, one, other))
 
 
 @pytest.mark.parametrize("attention,gate", KINDS)
@@ -190,16 +184,6 @@ def test_statistics_are_those_of_the_model_without_dropout():
     assert not model.training and len(expected["gate"]) == len(expected["beta"]) == 2
     model.train()
     assert model.statistics(ids) == expected and model.training
-
-
-def test_a_fresh_conformal_model_is_a_plain_one():
-    plain, conformal = tiny("sympow"), tiny("conformal_sympow", "none")
-    for block in conformal.transformer.h:
-        torch.nn.init.zeros_(block.attn.mix.W_beta)
-    conformal.load_state_dict(plain.state_dict(), strict=False)
-    ids = torch.randint(0, 97, (1, 30))
-    with torch.no_grad():
-        assert torch.allclose(plain(ids)[0], conformal(ids)[0], atol=1e-6)
 
 
 def test_gpt2_sizes_names_and_initialisation():

@@ -215,12 +215,6 @@ def test_gates_lose_nothing_over_65536_tokens():
     assert y == pytest.approx(g ** (T - 1) / ((1 - g**T) / (1 - g)), rel=2e-4)
 
 
-def test_scale_cancels_and_auto_is_one_of_the_forms():
-    tensors = inputs(33, 2, "none")[:3]
-    for options in (dict(scale=7.0), dict(form="quadratic")):
-        assert torch.allclose(power_attention(*tensors, **options), power_attention(*tensors), rtol=1e-10)
-
-
 @pytest.mark.parametrize(
     "change,message",
     [
