@@ -227,6 +227,18 @@ def refusal(capsys):
     return error
 
 
+@pytest.fixture
+def refused(capsys):
+    """Return a function that calls main(*argv), asserts status 2 and one line on stderr, and returns that line."""
+
+    def run(main, *argv):
+        capsys.readouterr()
+        assert main(*argv) == 2
+        return refusal(capsys)
+
+    return run
+
+
 def make_dataset(folder, text=None):
     """Make a byte-level dataset with rows of 512 tokens in folder/text; return its path."""
     from sympow.data.text import prepare

@@ -99,11 +99,10 @@ def test_files_beside_the_runs_are_left_out_by_name(tmp_path, capsys):
 # ---- pictures
 
 
-def test_a_picture_without_matplotlib_is_refused_and_the_table_needs_none(tmp_path, capsys, monkeypatch):
+def test_a_picture_without_matplotlib_is_refused_and_the_table_needs_none(tmp_path, capsys, monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     run = write_run(tmp_path / "a", *log_lines("train_loss", [4.0]))
-    assert call(compare.main, run, "--png=x.png") == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "pip install matplotlib" in refused(call, compare.main, run, "--png=x.png")
     assert read_table(capsys, run)[0]["train loss"] == "4.0000"
 
 
@@ -125,16 +124,14 @@ def test_a_picture_without_matplotlib_is_refused_and_the_table_needs_none(tmp_pa
         (["out/softmax", "--png=/dev/null/x.png"], "png=/dev/null/x.png cannot be written: "),
     ],
 )
-def test_a_mistake_is_one_line_that_says_what_would_be_right(tmp_path, capsys, monkeypatch, argv, message):
+def test_a_mistake_is_one_line_that_says_what_would_be_right(tmp_path, refused, monkeypatch, argv, message):
     monkeypatch.chdir(tmp_path)
     Path("out").mkdir()
     for name in ("sympow", "softmax"):
         write_run(Path("out", name), *log_lines("train_loss", [4.0]))
     write_run(Path("out/empty"), {"step": 3, "lr": 0.1})
     Path("out/sofmax.png").touch()  # a picture is no run
-    assert call(compare.main, *argv) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"compare.py: {message}") and error.count("\n") == 1
+    assert refused(call, compare.main, *argv).startswith(f"compare.py: {message}")
 
 
 def test_each_context_has_its_speed_and_what_cannot_be_compared_is_named(tmp_path, capsys, no_picture):

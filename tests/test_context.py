@@ -17,10 +17,8 @@ from helpers import (
     SMALL,
     assert_near_run,
     assert_same_run,
-    call,
     join,
     metrics,
-    refusal,
     start_ranks,
     train_traced,
 )
@@ -207,14 +205,11 @@ def test_slices_of_all_ranks_are_the_sequence_and_are_read_alone(dataset, balanc
         ("--context_parallel=0", "context_parallel must be at least 1, got 0"),
     ],
 )
-def test_what_cannot_be_spread_over_ranks_is_refused(dataset, tmp_path, monkeypatch, capsys, settings, message):
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_spread_over_ranks_is_refused(go, tmp_path, monkeypatch, refused, settings, message):
     monkeypatch.setitem(ATTENTIONS, "own", type("Own", (Sympow,), {}))
     for name, value in dict(RANK=0, WORLD_SIZE=2, LOCAL_RANK=0).items():
         monkeypatch.setenv(name, str(value))
-    asked = ["--context_parallel=2", *settings.split()]
-    assert call(train.main, *SMALL, f"--dataset={dataset}", *asked) == 2
-    assert message in refusal(capsys) and os.listdir(tmp_path) == []
+    assert message in refused(go, "--context_parallel=2", *settings.split()) and os.listdir(tmp_path) == []
 
 
 def train_in(folder, dataset, ranks, *settings, main=train.main):
@@ -229,13 +224,11 @@ ROUNDING = dict(abs=1e-5, rel=0)
 HYBRID = "--attention=softmax,conformal_sympow --form=chunked --pack=1 --convolution=4 --output_gate=True".split()
 
 
-def test_two_ranks_that_share_sequences_train_as_one_and_go_on_as_one(dataset, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    argv = [*SMALL, *HYBRID, f"--dataset={dataset}", "--n_kv_head=1"]
-    assert call(train.main, *argv, "--out_dir=one") == 0
+def test_two_ranks_that_share_sequences_train_as_one_and_go_on_as_one(go, dataset, tmp_path):
+    assert go(*HYBRID, "--n_kv_head=1", "--out_dir=one") == 0
     train_in(tmp_path / "two", dataset, 2, *HYBRID, "--max_iters=3")
     assert "2 x 1 ranks x 4 sequences x 32 context x 2 acc" in (tmp_path / "two" / "rank_0").read_text()
-    assert call(train.main, *argv, "--out_dir=two/out") == 0  # from its checkpoint, alone
+    assert go(*HYBRID, "--n_kv_head=1", "--out_dir=two/out") == 0  # from its checkpoint, alone
     assert_near_run("two/out", "one", **ROUNDING)
     assert len(metrics("one", "val_loss")) > 1
 
@@ -270,9 +263,8 @@ def test_ranks_that_share_sequences_train_compiled(dataset, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_groups_of_a_sharded_model_train_as_one_rank(dataset, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert call(train.main, *SMALL, *HYBRID, f"--dataset={dataset}", "--n_kv_head=1", "--out_dir=one") == 0
+def test_two_groups_of_a_sharded_model_train_as_one_rank(go, dataset, tmp_path):
+    assert go(*HYBRID, "--n_kv_head=1", "--out_dir=one") == 0
     for shard in (False, True):
         train_in(tmp_path / f"{shard}", dataset, 4, *HYBRID, "--context_parallel=2", f"--shard={shard}")
         assert_near_run(f"{shard}/out", "one", **ROUNDING)

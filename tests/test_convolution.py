@@ -1,12 +1,11 @@
 """The convolution before attention: against a loop in float64, alone and in models, whole, packed and in pieces."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
-from helpers import SMALL, call, dataset  # noqa: F401 (dataset is a fixture)
 
-from sympow import train
 from sympow.attention.operator.memory import generation_bytes
 from sympow.layers.convolution import Convolution
 from sympow.model import GPT, GPTConfig
@@ -128,15 +127,14 @@ def test_other_numbers_of_tokens_are_refused(n, rule):
         GPTConfig(convolution=n)
 
 
-def test_a_source_without_one_gets_it_and_a_source_with_one_loses_it(dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
-    monkeypatch.chdir(tmp_path)
-    argv = [*SMALL, f"--dataset={dataset}", "--attention=sympow_gating"]
-    assert call(train.main, *argv, "--convolution=0", "--out_dir=out/plain", "--max_iters=2") == 0
-    assert call(train.main, *argv, "--convolution=4", "--init_from=out/plain", "--out_dir=out/a", "--max_iters=2") == 0
+def test_a_source_without_one_gets_it_and_a_source_with_one_loses_it(go, capsys):
+    go = partial(go, "--attention=sympow_gating")
+    assert go("--convolution=0", "--out_dir=out/plain", "--max_iters=2") == 0
+    assert go("--convolution=4", "--init_from=out/plain", "--out_dir=out/a", "--max_iters=2") == 0
     assert "h.*.attn.conv.weight" in capsys.readouterr().out
     losses = []
     for name, source, n in (("b", "plain", 0), ("c", "plain", 4), ("d", "a", 0)):
         settings = [f"--convolution={n}", f"--init_from=out/{source}", f"--out_dir=out/{name}", "--eval_only=True"]
-        assert call(train.main, *argv, *settings) == 0
+        assert go(*settings) == 0
         losses += re.findall("val loss ([0-9.]+)", capsys.readouterr().out)
     assert losses[0] == losses[1] and len(losses) == 3  # a new one changes nothing at first; one can be dropped

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import SMALL, call, dataset, make_dataset  # noqa: F401 (dataset is a fixture)
+from helpers import SMALL, call, make_dataset
 from test_sample import small
 
 from sympow import evaluate
@@ -31,7 +31,7 @@ def test_means_between_powers_of_two_and_the_standard_error_over_documents():
 
 
 @pytest.fixture(scope="module")
-def trained_runs(dataset, tmp_path_factory):  # noqa: F811
+def trained_runs(dataset, tmp_path_factory):
     """Train a run of each of two attentions for two steps; return their folder."""
     folder = tmp_path_factory.mktemp("runs")
     for name, attention in (("a", "conformal_sympow"), ("b", "softmax")):
@@ -73,7 +73,7 @@ def test_the_program_prints_and_plots_two_runs(folders, out, capsys):
     assert (out.parent / "curves.png").stat().st_size > 10_000
 
 
-def test_mistakes_are_refused_before_work(out, monkeypatch, capsys):
+def test_mistakes_are_refused_before_work(out, monkeypatch, refused):
     monkeypatch.setattr(evaluate, "evaluate_run", lambda *args: pytest.fail("work has started"))
     shutil.copytree(out / "b", out / "c")
     (out / "c/config.json").write_text("[" * 100_000)
@@ -84,8 +84,7 @@ def test_mistakes_are_refused_before_work(out, monkeypatch, capsys):
         (["--out_dir=out/a,out/c"], "out/c/config.json"),
         (["--out_dir=out/a,out/b", "--names=x"], "2 different names, got x"),
     ):
-        assert call(evaluate.main, "--out_dir=out/a", *argv) == 2
-        assert message in capsys.readouterr().err.splitlines()[-1]
+        assert message in refused(call, evaluate.main, "--out_dir=out/a", *argv)
 
 
 def test_runs_on_different_data_are_named_and_a_name_may_have_a_comma(out, tmp_path, capsys):

@@ -11,7 +11,7 @@ import tiktoken
 import zarr
 from helpers import ROOT, byte_encoding, call, run, verify
 
-from sympow import sample, train
+from sympow import sample
 from sympow.data import DataError, zarr_rows
 from sympow.data.dataset import Dataset
 from sympow.data.longcrawl64 import prepare as longcrawl64
@@ -161,17 +161,16 @@ def test_the_command_of_readme_takes_what_a_partial_copy_has(scattered, from_rea
     assert (dataset.vocab_size, dataset.eot) == (50257, 50256)
 
 
-def test_data_without_a_vocabulary_train_and_say_once_that_samples_are_ids(from_readme, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_data_without_a_vocabulary_train_and_say_once_that_samples_are_ids(from_readme, go, capsys, refused):
     sizes = "n_layer=1 n_head=1 n_embd=32 block_size=64 batch_size=1 tokens_per_step=64 eval_tokens=64 max_iters=2"
     options = [f"--{size}" for size in f"{sizes} eval_interval=1 sample_tokens=3 wandb=disabled".split()]
     config = os.path.join(ROOT, "config/sympow_p4.py")
-    assert call(train.main, config, f"--dataset={from_readme[1]}", "--out_dir=run", *options) == 0
+    assert go(config, f"--dataset={from_readme[1]}", "--out_dir=run", *options) == 0
     assert capsys.readouterr().err.count("text is shown as ids: the data came without GPT-2's vocabulary") == 1
     with open("run/samples.jsonl") as f:
         assert all(re.fullmatch(r"((<\d+>|<\|endoftext\|>){3})", json.loads(line)["text"]) for line in f)
-    assert call(sample.main, "--out_dir=run", "--prompt=Hello") == 2
-    assert "text cannot be encoded: the data came without GPT-2's vocabulary" in capsys.readouterr().err
+    message = refused(call, sample.main, "--out_dir=run", "--prompt=Hello")
+    assert "text cannot be encoded: the data came without GPT-2's vocabulary" in message
     assert call(sample.main, "--out_dir=run", "--prompt=", "--max_new_tokens=2") == 0
 
 

@@ -106,7 +106,7 @@ def test_a_window_and_the_state_beside_it_keep_as_many_bytes(heads, window):
     assert 1 <= bytes_of(f"softmax: window of {window}") / bytes_of(f"p=2: heads of {heads}") < 1.1
 
 
-def test_the_best_rate_of_each_contender_is_reported(tmp_path, monkeypatch, capsys):
+def test_the_best_rate_of_each_contender_is_reported(tmp_path, monkeypatch, refused):
     """With records in which each model is best at 1e-3."""
     monkeypatch.chdir(tmp_path)
     os.makedirs("docs/data")
@@ -131,7 +131,7 @@ def test_the_best_rate_of_each_contender_is_reported(tmp_path, monkeypatch, caps
     for name in mqar.CONTENDERS:
         assert f"\n| {name} | 1,000 | 0.001 | 75.0% | 75.0% | 75.0% |\n" in text
     assert main() == 0 and len(started) == 45  # all have records
-    assert main("--dataset=source") == 2 and len(capsys.readouterr().err.splitlines()) == 1
+    assert refused(main, "--dataset=source")
 
 
 @pytest.mark.slow

@@ -8,19 +8,19 @@ import shlex
 import shutil
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, SMALL, call, dataset, metrics, run  # noqa: F401 (dataset is a fixture)
+from helpers import ROOT, call, metrics, run
 
 from sympow import compare
 from sympow import evaluate
 from sympow.generation import decoder as decoder_module
 from sympow.generation import generate as generate_module
 from sympow import sample
-from sympow import train
 from sympow.attention import ATTENTIONS, Sympow, Variant
 from sympow.attention.state import State
 from sympow.generation.generate import decodes_on_kernels, generate
@@ -184,7 +184,7 @@ def add_line(path, start, line):
 
 @pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="programs that are run for their files, not for the device")
-def test_readmes_recipe_trains_and_samples_in_a_copy(dataset, tmp_path):  # noqa: F811
+def test_readmes_recipe_trains_and_samples_in_a_copy(dataset, tmp_path):
     copy, readme = tmp_path / "copy", Path(ROOT, "README.md").read_text()
     ignored = shutil.ignore_patterns(".*", "out", "hf", "wandb", "tests", "docs", "*.bin")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
@@ -204,9 +204,8 @@ def test_readmes_recipe_trains_and_samples_in_a_copy(dataset, tmp_path):  # noqa
 
 
 @pytest.mark.skipif(GPU, reason="programs that are run for their files, not for the device")
-def test_a_variant_of_ones_own_trains_evaluates_samples_and_compares(average, dataset, tmp_path, monkeypatch, capsys):  # noqa: F811
-    monkeypatch.chdir(tmp_path)
-    go = lambda *argv: call(train.main, *SMALL, f"--dataset={dataset}", "--attention=average", *argv)
+def test_a_variant_of_ones_own_trains_evaluates_samples_and_compares(average, go, capsys, refused):
+    go = partial(go, "--attention=average")
     assert go("--out_dir=out/whole", "--max_iters=12") == 0
     assert metrics("out/whole")[12] < 0.9 * metrics("out/whole")[1]
     assert len(metrics("out/whole", "rate")[3]) == 2  # what it reports of each layer
@@ -219,8 +218,8 @@ def test_a_variant_of_ones_own_trains_evaluates_samples_and_compares(average, da
     assert call(compare.main, "out/whole", "out/cut") == 0
     assert call(sample.main, "--out_dir=out/whole", "--num_samples=2", "--max_new_tokens=10", "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["state_bytes"] == 2 * 3 * (2 * 16 + 1) * 4
-    assert call(sample.main, "--out_dir=out/whole", "--switch_over=5") == 2
-    assert "attention=average takes no switch_over: it has no KV cache that becomes a state" in capsys.readouterr().err
+    message = refused(call, sample.main, "--out_dir=out/whole", "--switch_over=5")
+    assert "attention=average takes no switch_over: it has no KV cache that becomes a state" in message
 
 
 def limit(model, **settings):
