@@ -11,7 +11,7 @@ import os
 import sys
 
 import pytest
-from helpers import dataset, go, layer_norms, refused  # noqa: F401 (fixtures for all tests)
+from helpers import dataset, go, hopper, layer_norms, on_gpu, refused  # noqa: F401 (fixtures for all tests)
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 if os.environ.get("TEST_GPU"):

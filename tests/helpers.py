@@ -228,6 +228,26 @@ def refusal(capsys):
 
 
 @pytest.fixture
+def hopper(monkeypatch):
+    """Let torch say that a GPU is one of Hopper's."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+@pytest.fixture
+def on_gpu(request, monkeypatch):
+    """Let the choice of form believe that tensors are on a GPU, which the kernels in the interpreter stand for."""
+    from sympow.attention.operator import dispatch
+
+    monkeypatch.setattr(dispatch, "_warned", set())
+    if not os.environ.get("TEST_GPU"):
+        why_not = dispatch.why_not
+        monkeypatch.setattr(dispatch, "why_not", lambda form, device, *sizes: why_not(form, "cuda", *sizes))
+        request.getfixturevalue("hopper")
+
+
+@pytest.fixture
 def refused(capsys):
     """Return a function that calls main(*argv), asserts status 2 and one line on stderr, and returns that line."""
 

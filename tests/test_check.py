@@ -15,7 +15,7 @@ from helpers import ROOT
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from test_kernels import DEVICE, DTYPES, GPU, inputs  # noqa: E402
+from test_kernels import DEVICE, DTYPES, inputs  # noqa: E402
 
 from sympow.generation import decoder  # noqa: E402
 from sympow.generation import generate  # noqa: E402
@@ -26,16 +26,6 @@ from sympow.attention.power import power_attention  # noqa: E402
 from sympow.kernels.decode import power as decode, heinsen as decode_heinsen, softmax as decode_softmax  # noqa: E402
 from sympow.kernels import operators  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
-
-
-@pytest.fixture
-def on_gpu(monkeypatch):
-    """Let the choice of form believe that tensors are on a GPU, which the kernels in the interpreter stand for."""
-    monkeypatch.setattr(dispatch, "_warned", set())
-    if not GPU:
-        why_not = dispatch.why_not
-        monkeypatch.setattr(dispatch, "why_not", lambda form, device, *sizes: why_not(form, "cuda", *sizes))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
 
 
 def forget(monkeypatch):
@@ -211,8 +201,7 @@ def test_generation_steps_through_the_model_if_the_decoder_fails(on_gpu, monkeyp
     assert [args[1:] for args in requests] == [(torch.float32, torch.bfloat16)]
 
 
-def test_training_in_float16_is_planned_as_it_is_computed_in_float32(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+def test_training_in_float16_is_planned_as_it_is_computed_in_float32(hopper):
     mix = ATTENTIONS["sympow_gating"](GPTConfig(attention="sympow_gating", n_head=1, n_embd=64))
     half, single = ((65536, dtype, "cuda") for dtype in (torch.float16, torch.float32))
     assert mix.plans(*half) == mix.plans(*single)

@@ -18,7 +18,7 @@ from torch.nn.functional import logsigmoid, pad
 
 from sympow.attention import naive
 from sympow.attention.embedding import symmetric_power_dim, symmetric_power_embedding
-from sympow.attention.operator import check, dispatch
+from sympow.attention.operator import check
 from sympow.attention.power import power_attention
 
 FACTORS = dict(
@@ -232,10 +232,7 @@ def is_slow(case):
     "case",
     [pytest.param(case, id=describe(case), marks=[pytest.mark.slow] * is_slow(case)) for case in INTERPRETED_CASES],
 )
-def test_on_the_kernels_in_the_interpreter_every_pair_equals_float64(case, monkeypatch):
+def test_on_the_kernels_in_the_interpreter_every_pair_equals_float64(case, on_gpu):
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
-    why_not = dispatch.why_not
-    monkeypatch.setattr(dispatch, "why_not", lambda form, device, *sizes: why_not(form, "cuda", *sizes))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     with uninitialized_memory_is_nan():
         assert_equals_float64(**case)

@@ -463,9 +463,8 @@ def test_kernels_are_asked_for_the_last_queries_with_the_state_of_the_tokens_bef
     assert kernels == [(n, torch.float32)]
 
 
-def test_training_plans_name_the_kernels_that_it_will_use(monkeypatch):
+def test_training_plans_name_the_kernels_that_it_will_use(hopper):
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     bf16 = torch.bfloat16
     for values, v_dtype in (("signed", bf16), ("log", torch.float32)):
         (chosen,) = ATTENTIONS["heinsen"](heinsen_config(values=values)).plans(4096, bf16, "cuda")

@@ -20,7 +20,6 @@ from sympow.attention import naive
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
-from sympow.attention.operator import dispatch  # noqa: E402
 from sympow.attention.power import power_attention  # noqa: E402
 from sympow.kernels import configs, operators  # noqa: E402
 from sympow.kernels.quadratic import passes as quadratic  # noqa: E402
@@ -224,13 +223,7 @@ def test_the_operator_keeps_torchs_rules(gates, normalize):
     torch.library.opcheck(torch.ops.sympow.quadratic.default, (*leaves_of(tensors), 2, 0.25, normalize))
 
 
-def test_power_attention_uses_the_kernels_where_they_take_the_sizes(monkeypatch):
-    """On a GPU as it is; on the CPU by pretending that it is one."""
-    if not GPU:
-        why_not = dispatch.why_not
-        monkeypatch.setattr(dispatch, "why_not", lambda form, device, *sizes: why_not(form, "cuda", *sizes))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
-    monkeypatch.setattr(dispatch, "_warned", set())
+def test_power_attention_uses_the_kernels_where_they_take_the_sizes(on_gpu, monkeypatch):
     kernels = Mock(wraps=operators.quadratic_attention)
     monkeypatch.setattr(operators, "quadratic_attention", kernels)
     attend = partial(power_attention, p=2, form="quadratic")

@@ -84,8 +84,7 @@ def test_rows_of_a_width_that_the_kernels_have_are_not_copied():
     assert width("quadratic", torch.float32, 129, 3) == width("chunked", torch.bfloat16, 129, 3) == 0
 
 
-def test_what_the_kernels_do_not_take_is_said(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+def test_what_the_kernels_do_not_take_is_said(hopper):
     reason = lambda form, D, E, p, dtype=torch.bfloat16: why_not(form, dtype, D, E, p)
     assert [reason("quadratic", *sizes) for sizes in ((80, 96, 8), (256, 3, 2))] == ["", ""]
     assert reason("chunked", 48, 64, 2) == reason("chunked", 48, 20, 4) == ""

@@ -483,9 +483,7 @@ def test_ranks_that_do_not_share_out_dir_end_with_a_line(dataset, tmp_path):
     assert "out_dir must be shared by all nodes" in (tmp_path / "rank_1").read_text()
 
 
-def test_the_kernels_that_are_compared_are_those_that_training_will_run(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-
+def test_the_kernels_that_are_compared_are_those_that_training_will_run(hopper):
     def form(block_size, ranks=1, **settings):
         model = train.GPT(train.GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=64, **settings))
         (chosen,) = model.attentions()[0].plans(block_size, torch.bfloat16, "cuda", ranks) or [None]
@@ -497,11 +495,10 @@ def test_the_kernels_that_are_compared_are_those_that_training_will_run(monkeypa
     assert form(65536, attention="sympow", p=6, form="chunked") is None  # in PyTorch
 
 
-def test_prompts_are_read_by_kernels_that_were_compared(monkeypatch):
+def test_prompts_are_read_by_kernels_that_were_compared(monkeypatch, hopper):
     compared = []
     monkeypatch.setattr(machine, "compare_plans", lambda plans, *sizes: compared.extend(plans) or "wrong results")
     monkeypatch.setattr(machine, "disable_kernels", compared.append)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     model = train.GPT(train.GPTConfig(n_layer=3, n_head=1, n_embd=64, attention="sympow_gating,softmax,heinsen"))
     plans = [mix.prompt_plans(torch.bfloat16, "cuda") for mix in model.attentions()]
     forms = [[chosen.size.form for chosen in plans] for plans in plans]
