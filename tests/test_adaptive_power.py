@@ -161,23 +161,10 @@ def test_mean_and_spread_of_p_are_reported_for_each_layer(adaptive):
     assert max(statistics["power"]) < 6 and 0 < min(statistics["power_std"])
 
 
-@pytest.mark.parametrize(
-    "settings,message",
-    [
-        (dict(p_min=4.0, p_max=4.0), "p_min must be below p_max, both finite, got 4.0 and 4.0"),
-        (dict(p_max=math.inf), "both finite, got 2.0 and inf"),
-        (dict(p_min=0.5), "p_min must be at least 1, got 0.5"),
-        (dict(adaptive="mixture", p_max=3.0), "must be even integers, got 2.0 and 3.0"),
-        (dict(adaptive="mixture", p_max=1e7), "p_max must be at most 8 for adaptive=mixture, got 10000000.0"),
-        (dict(p_max=1e300), "p_max must be at most 1000 for adaptive=continuous"),
-        (dict(adaptive="floor"), "adaptive must be one of continuous, mixture, got 'floor'"),
-    ],
-)
-def test_wrong_powers_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message) as refused:
-        GPTConfig(attention="adaptive_power", **settings)
-    assert "\n" not in str(refused.value)
+def test_bounds_of_p_need_not_be_integers_but_finite():
     assert GPTConfig(attention="adaptive_power", p_min=1.5, p_max=2.7).adaptive == "continuous"
+    with pytest.raises(ValueError, match="both finite, got 2.0 and inf"):
+        GPTConfig(attention="adaptive_power", p_max=math.inf)
 
 
 def test_states_of_other_variants_are_refused():

@@ -114,6 +114,54 @@ def test_a_path_of_any_setting_may_begin_at_home(cls, tmp_path, monkeypatch):
             assert read_settings((cls,), argv)[0] == {field.name: expected}
 
 
+def config_of(arguments):
+    """Return the GPTConfig of a text such as "attention=sympow p=4"."""
+    return GPTConfig(**read_settings((GPTConfig,), [f"--{argument}" for argument in arguments.split()])[0])
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ("n_embd=100", "n_embd must be a multiple of n_head, got 100 and 12; or set head_dim"),
+        ("p=3", "p must be a positive even integer, got 3"),
+        ("head_dim=15", "head_dim must be even"),
+        ("n_kv_head=5", "n_head must be a multiple of n_kv_head, got 12 and 5"),
+        ("form=fast", "form must be one of"),
+        ("convolution=1", "convolution must be .*at least 2 tokens.*, got 1"),
+        ("convolution=-4", "convolution must be .*at least 2 tokens.*, got -4"),
+        ("convolution=65", "convolution must be .*at most 64 tokens.*, got 65"),
+        ("attention=nonesuch", "attention must be one of softmax, even_power"),
+        ("attention=sympow gate=learned", "attention=sympow has no gates, got gate=learned"),
+        ("attention=sympow_gating gate=none", "is attention=sympow"),
+        ("attention=heinsen gate=learned", "attention=heinsen has no gates, got gate=learned"),
+        ("attention=heinsen values=sign", "values must be one of signed, log, got 'sign'"),
+        ("attention=heinsen residual=mlp", "residual must be one of gpt2, glu, got 'mlp'"),
+        ("attention=adaptive_power p_min=4 p_max=4", "p_min must be below p_max, both finite, got 4.0 and 4.0"),
+        ("attention=adaptive_power p_min=0.5", "p_min must be at least 1, got 0.5"),
+        ("attention=adaptive_power p_max=1e300", "p_max must be at most 1000 for adaptive=continuous"),
+        ("attention=adaptive_power adaptive=mixture p_max=3", "must be even integers, got 2.0 and 3.0"),
+        ("attention=adaptive_power adaptive=mixture p_max=1e7", "p_max must be at most 8 .*, got 10000000.0"),
+        ("attention=adaptive_power adaptive=floor", "adaptive must be one of continuous, mixture, got 'floor'"),
+        ("window=-1", "window must be a whole number of at least 2 tokens, or 0 for all, got -1"),
+        ("attention=sympow window=8", "attention=sympow has no window, got window=8: only softmax has one"),
+        ("attention=sympow,even_power window=8", "no layer of .* takes window=8: only softmax does"),
+        ("attention=sympow,softmax,softmax n_layer=2", "attention has a pattern of 3 layers, the model has n_layer=2"),
+        ("attention=sympow,", "got ''"),
+        ("attention=sympow,soft", "got 'soft'"),
+        ("attention=sympow,softmax gate=learned", "no layer of attention=sympow,softmax takes gate=learned"),
+        ("attention=sympow positions=none,rotary gate=learned", "no layer of attention=sympow takes gate=learned"),
+        ("attention=sympow_gating,softmax gate=none", "is attention=sympow"),
+        ("positions=none,learned", "positions=learned is a table for all layers, got positions=none,learned"),
+        ("positions=none,rotary,none n_layer=2", "positions has a pattern of 3 layers, the model has n_layer=2"),
+        ("positions=none,half", "positions must be one of auto, rotary, none, learned, got 'half'"),
+    ],
+)
+def test_settings_of_a_model_that_do_not_fit_are_refused_in_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        config_of(arguments)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "cls,name,value",
     [
@@ -124,6 +172,9 @@ def test_a_path_of_any_setting_may_begin_at_home(cls, tmp_path, monkeypatch):
         (GPTConfig, "dropout", math.nan),
         (GPTConfig, "head_dim", -2),
         (GPTConfig, "n_kv_head", -1),
+        (GPTConfig, "convolution", 2.0),
+        (GPTConfig, "output_gate", 2),
+        (GPTConfig, "window", 2.5),
         (train.TrainConfig, "max_seconds", -5.0),
         (train.TrainConfig, "gradient_accumulation_steps", -8),
         (train.TrainConfig, "weight_decay", math.inf),

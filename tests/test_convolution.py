@@ -121,12 +121,6 @@ def test_it_has_the_dtype_of_its_input():
     assert layer(x, recent=recent).dtype == layer.last_inputs(x, None, recent).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("n,rule", [(1, "at least 2"), (-4, "at least 2"), (2.0, "at least 2"), (65, "at most 64")])
-def test_other_numbers_of_tokens_are_refused(n, rule):
-    with pytest.raises(ValueError, match=f"convolution must be .*{rule} tokens.*, got {n}"):
-        GPTConfig(convolution=n)
-
-
 def test_a_source_without_one_gets_it_and_a_source_with_one_loses_it(go, capsys):
     go = partial(go, "--attention=sympow_gating")
     assert go("--convolution=0", "--out_dir=out/plain", "--max_iters=2") == 0

@@ -403,19 +403,6 @@ def test_it_brings_its_position_embedding_and_a_gated_residual_layer_in_the_plac
     assert not hasattr(model_of(residual="gpt2").transformer.h[0].attn.c_proj, "c_fc")
 
 
-@pytest.mark.parametrize(
-    "settings,message",
-    [
-        (dict(values="sign"), "values must be one of signed, log, got 'sign'"),
-        (dict(residual="mlp"), "residual must be one of gpt2, glu, got 'mlp'"),
-        (dict(gate="learned"), "attention=heinsen has no gates, got gate=learned"),
-    ],
-)
-def test_wrong_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        heinsen_config(**settings)
-
-
 def test_the_state_of_another_variant_is_refused():
     mix, qkv = ATTENTIONS["heinsen"](heinsen_config()), torch.randn(1, 1, 8, 8)
     with pytest.raises(ValueError, match="the state of a heinsen layer must be a HeinsenState, got LayerState"):

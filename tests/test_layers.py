@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from test_config import config_of
 
 from sympow.attention import ATTENTIONS, Softmax, Sympow, SympowGating
 from sympow.attention.variant import RECIPE
 from sympow.model import GPT, GPTConfig
-from sympow.runs.settings import read_settings
 
 SHAPE = dict(vocab_size=97, n_head=4, n_kv_head=2, n_embd=32, head_dim=8, rope_base=99.0, gate_bias=2.0)
 
@@ -25,30 +25,6 @@ def test_the_pattern_is_repeated_and_each_layer_has_its_own_gate(attention, gate
     kinds = [type(block.attn.mix) for block in GPT(config).transformer.h]
     assert kinds == ([SympowGating, Sympow, Softmax] * 2)[:n_layer]
     assert [config.layer(i).gate for i in range(n_layer)] == gates
-
-
-def config_of(arguments):
-    """Return the GPTConfig of a text such as "attention=sympow p=4"."""
-    return GPTConfig(**read_settings((GPTConfig,), [f"--{argument}" for argument in arguments.split()])[0])
-
-
-@pytest.mark.parametrize(
-    "arguments,message",
-    [
-        ("attention=sympow,softmax,softmax n_layer=2", "attention has a pattern of 3 layers, the model has n_layer=2"),
-        ("attention=sympow,", "got ''"),
-        ("attention=sympow,soft", "got 'soft'"),
-        ("attention=sympow,softmax gate=learned", "no layer of attention=sympow,softmax takes gate=learned"),
-        ("attention=sympow positions=none,rotary gate=learned", "no layer of attention=sympow takes gate=learned"),
-        ("attention=sympow_gating,softmax gate=none", "is attention=sympow"),
-        ("positions=none,learned", "positions=learned is a table for all layers, got positions=none,learned"),
-        ("positions=none,rotary,none n_layer=2", "positions has a pattern of 3 layers, the model has n_layer=2"),
-        ("positions=none,half", "positions must be one of auto, rotary, none, learned, got 'half'"),
-    ],
-)
-def test_a_wrong_pattern_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        config_of(arguments)
 
 
 RECIPES = {

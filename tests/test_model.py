@@ -207,25 +207,6 @@ def test_heads_may_have_any_even_dimension_and_the_paddings_logits_are_cut_off()
     assert model(torch.zeros(1, 4, dtype=torch.long))[0].shape == (1, 4, 257)
 
 
-@pytest.mark.parametrize(
-    "settings,message",
-    [
-        (dict(n_embd=100, n_head=12), "n_embd must be a multiple of n_head, got 100 and 12; or set head_dim"),
-        (dict(p=3), "p must be a positive even integer, got 3"),
-        (dict(head_dim=15), "head_dim must be even"),
-        (dict(n_kv_head=5), "n_head must be a multiple of n_kv_head, got 12 and 5"),
-        (dict(attention="nonesuch"), "attention must be one of softmax, even_power"),
-        (dict(attention="sympow", gate="learned"), "attention=sympow has no gates, got gate=learned"),
-        (dict(attention="sympow_gating", gate="none"), "is attention=sympow"),
-        (dict(form="fast"), "form must be one of"),
-        (dict(output_gate=2), "output_gate must be True or False, got 2"),
-    ],
-)
-def test_impossible_configurations_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        GPTConfig(**settings)
-
-
 def test_flops_grow_with_the_context_only_in_the_quadratic_form():
     sizes = dict(vocab_size=97, n_layer=1, n_head=2, n_embd=64)
     quadratic = GPT(GPTConfig(attention="even_power", **sizes))

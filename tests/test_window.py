@@ -154,17 +154,3 @@ def test_flops_count_the_pairs_in_the_window():
     for window, T in ((7, 60), (64, 60), (0, 60)):
         flops = model(window=window).transformer.h[0].attn.mix.attention_flops(T, torch.float32, torch.device("cpu"))
         assert flops == pytest.approx(12 * 32 * pairs(window, T), rel=0.1)
-
-
-@pytest.mark.parametrize(
-    "settings,message",
-    [
-        (dict(window=-1), "window must be a whole number of at least 2 tokens, or 0 for all, got -1"),
-        (dict(window=2.5), "must be a whole number of at least 2 tokens, or 0 for all, got 2.5"),
-        (dict(attention="sympow", window=8), "attention=sympow has no window, got window=8: only softmax has one"),
-        (dict(attention="sympow,even_power", window=8), "no layer of .* takes window=8: only softmax does"),
-    ],
-)
-def test_windows_that_do_not_fit_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        model(**settings)
