@@ -1,13 +1,11 @@
 """The contract of attention/variant.py: whatever is registered trains, evaluates, is saved, sampled and compared."""
 
-import itertools
 import json
 import os
 import re
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,8 +19,7 @@ from sympow import evaluate
 from sympow.generation import decoder as decoder_module
 from sympow.generation import generate as generate_module
 from sympow import sample
-from sympow.attention import ATTENTIONS, Sympow, Variant
-from sympow.attention.state import State
+from sympow.attention import ATTENTIONS, Sympow
 from sympow.generation.generate import decodes_on_kernels, generate
 from sympow.generation.steps import read_prompt
 from sympow.model import GPT, GPTConfig
@@ -30,74 +27,6 @@ from sympow.generation import state_file
 
 GPU = bool(os.environ.get("TEST_GPU"))
 DEVICE = "cuda" if GPU else "cpu"
-
-
-@dataclass
-class AverageState(State):
-    total: torch.Tensor  # [B, n, Hkv, D]
-    weight: torch.Tensor  # [B, n]
-
-
-class Average(Variant):
-    """Attention as n decaying averages of the values, without power attention and rotation.
-
-    Each layer has another n than the one before, and so a state of another shape.
-    """
-
-    made = itertools.count()
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.rate = torch.nn.Parameter(torch.linspace(-1, 1, 1 + next(self.made) % config.n_layer))
-
-    def empty_state(self, batch, device, switch_over=None):
-        new = lambda *shape: torch.zeros(batch, len(self.rate), *shape, device=device)
-        return AverageState(new(self.config.n_kv_head, self.config.head_dim), new())
-
-    def forward(self, x, qkv, resets=None, state=None):
-        q, _, v = self.split(qkv)
-        now, outputs, rate = state or self.empty_state(len(x), x.device), [], self.rate.sigmoid()
-        total, weight = now.total, now.weight
-        for t in range(v.shape[1]):
-            decay = rate if resets is None else rate * ~resets[:, t, None]
-            total = decay[..., None, None] * total + v[:, t, None].float()
-            weight = decay * weight + 1
-            outputs.append((total / weight[..., None, None]).mean(1))
-        y = torch.stack(outputs, dim=1).to(v.dtype).repeat_interleave(q.shape[2] // v.shape[2], dim=2)
-        return torch.tanh(q) * y, state and AverageState(total, weight)
-
-    def statistics(self, x, q):
-        return {"rate": self.rate.sigmoid().mean().item()}
-
-
-@pytest.fixture
-def average(monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "average", Average)
-
-
-SHAPE = dict(vocab_size=257, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, head_dim=16, gate_bias=2.0, rope_base=99.0)
-
-
-def tiny(attention, **kwargs):
-    torch.manual_seed(0)
-    settings = FORMS.get(attention, dict(attention=attention))
-    model = GPT(GPTConfig(**SHAPE | settings | kwargs)).eval().to(DEVICE)
-    for name, p in model.named_parameters():
-        if not name.endswith("rate"):
-            torch.nn.init.normal_(p, std=0.3)
-    return model
-
-
-FORMS = {  # other forms of attentions
-    "mixture": dict(attention="adaptive_power", adaptive="mixture"),
-    "positions in turn": dict(attention="sympow_gating", positions="none,rotary"),
-    "signed values": dict(attention="heinsen", values="signed", residual="gpt2"),
-    "softmax, convolved": dict(attention="softmax", convolution=3, output_gate=True, bias=True),
-    "log values": dict(attention="heinsen", values="log", residual="glu"),
-    "beside an MLP": dict(attention="heinsen,sympow", residual="glu"),
-}
-# linear: README's, unless attention/ has one
-REGISTERED = [*dict.fromkeys([*ATTENTIONS, *FORMS, "average", "linear"])]
 
 
 def readme_attention():
@@ -110,9 +39,50 @@ def readme_attention():
     return module.Linear
 
 
+class Scaled(readme_attention()):
+    """README's attention, times a parameter of its own, which it reports."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.size = torch.nn.Parameter(torch.ones(config.head_dim))
+
+    def forward(self, x, qkv, resets=None, state=None):
+        y, state = super().forward(x, qkv, resets, state)
+        return y * self.size.to(y.dtype), state
+
+    def statistics(self, x, q):
+        return {"size": self.size.mean().item()}
+
+
 @pytest.fixture(autouse=True)
-def register_readme_attention(monkeypatch):
+def register_attentions(monkeypatch):
+    """Register README's attention, unless attention/ has it, and another one of one's own."""
     monkeypatch.setitem(ATTENTIONS, "linear", ATTENTIONS.get("linear") or readme_attention())
+    monkeypatch.setitem(ATTENTIONS, "scaled", Scaled)
+
+
+SHAPE = dict(vocab_size=257, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, head_dim=16, gate_bias=2.0, rope_base=99.0)
+
+
+def tiny(attention, **kwargs):
+    torch.manual_seed(0)
+    settings = FORMS.get(attention, dict(attention=attention))
+    model = GPT(GPTConfig(**SHAPE | settings | kwargs)).eval().to(DEVICE)
+    for name, p in model.named_parameters():
+        if not name.endswith("size"):
+            torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+FORMS = {  # other forms of attentions
+    "mixture": dict(attention="adaptive_power", adaptive="mixture"),
+    "positions in turn": dict(attention="sympow_gating", positions="none,rotary"),
+    "signed values": dict(attention="heinsen", values="signed", residual="gpt2"),
+    "softmax, convolved": dict(attention="softmax", convolution=3, output_gate=True, bias=True),
+    "log values": dict(attention="heinsen", values="log", residual="glu"),
+    "beside an MLP": dict(attention="heinsen,sympow", residual="glu"),
+}
+REGISTERED = [*dict.fromkeys([*ATTENTIONS, *FORMS, "scaled", "linear"])]
 
 
 PROMPT = [256, 10, 7, 20, 30]
@@ -125,7 +95,7 @@ TWO = [f"sympow,{second}" for second in ("softmax", "even_power", "sympow_gating
     "attention,switch_over", [*((x, None) for x in REGISTERED + TWO), *((pattern, 3) for pattern in [*TWO, "mixture"])]
 )
 @torch.inference_mode()
-def test_generating_equals_stepping_through_the_model_and_its_forward_pass(average, attention, switch_over):
+def test_generating_equals_stepping_through_the_model_and_its_forward_pass(attention, switch_over):
     model, whole = tiny(attention, reset_token=7), []
     logits, state = model.read(torch.tensor([PROMPT], device=DEVICE), model.empty_state(1, switch_over))
     for _ in range(40):
@@ -140,7 +110,7 @@ def test_generating_equals_stepping_through_the_model_and_its_forward_pass(avera
 
 @pytest.mark.parametrize("attention", [*REGISTERED, TWO[0]])
 @torch.inference_mode()
-def test_a_state_is_repeated_sized_and_saved(average, attention, tmp_path):
+def test_a_state_is_repeated_sized_and_saved(attention, tmp_path):
     model, file = tiny(attention), str(tmp_path / "a.state")
     logits, state = read_prompt(model, [256, 10, 20, 30])
     assert state.bytes() == sum(x.nbytes for s in state.parts().values() for x in s.tensors().values()) > 0
@@ -204,11 +174,11 @@ def test_readmes_recipe_trains_and_samples_in_a_copy(dataset, tmp_path):
 
 
 @pytest.mark.skipif(GPU, reason="programs that are run for their files, not for the device")
-def test_a_variant_of_ones_own_trains_evaluates_samples_and_compares(average, go, capsys, refused):
-    go = partial(go, "--attention=average")
+def test_a_variant_of_ones_own_trains_evaluates_samples_and_compares(go, capsys, refused):
+    go = partial(go, "--attention=scaled")
     assert go("--out_dir=out/whole", "--max_iters=12") == 0
     assert metrics("out/whole")[12] < 0.9 * metrics("out/whole")[1]
-    assert len(metrics("out/whole", "rate")[3]) == 2  # what it reports of each layer
+    assert len(metrics("out/whole", "size")[3]) == 2  # what it reports of each layer
     assert go("--out_dir=out/cut", "--max_iters=6") == 0 and go("--out_dir=out/cut", "--max_iters=12") == 0
     for key in ("train_loss", "val_loss"):
         assert metrics("out/cut", key) == metrics("out/whole", key)  # to the last bit
@@ -217,9 +187,9 @@ def test_a_variant_of_ones_own_trains_evaluates_samples_and_compares(average, go
     assert json.loads(capsys.readouterr().out.splitlines()[-1])
     assert call(compare.main, "out/whole", "out/cut") == 0
     assert call(sample.main, "--out_dir=out/whole", "--num_samples=2", "--max_new_tokens=10", "--json") == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["state_bytes"] == 2 * 3 * (2 * 16 + 1) * 4
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["state_bytes"] == 2 * 2 * (2 * 16 * 17) * 4
     message = refused(call, sample.main, "--out_dir=out/whole", "--switch_over=5")
-    assert "attention=average takes no switch_over: it has no KV cache that becomes a state" in message
+    assert "attention=scaled takes no switch_over: it has no KV cache that becomes a state" in message
 
 
 def limit(model, **settings):
@@ -238,13 +208,13 @@ def test_sampling_leaves_an_attention_the_number_of_cached_tokens_that_it_has_ch
 
 @pytest.mark.parametrize(
     "pattern,expected",
-    [("sympow", 73), ("sympow,softmax", None), ("sympow,constant", 73), ("constant", 1), ("linear", 1)],
+    [("sympow", 73), ("sympow,softmax", None), ("sympow,scaled", 73), ("scaled", 1)],
 )
-def test_a_state_has_a_fixed_size_only_if_that_of_every_layer_has(average, pattern, expected, monkeypatch):
-    fixed = type("Fixed", (AverageState,), {"fixed_size": True})
-    empty = lambda self, *args, **kwargs: fixed(**Average.empty_state(self, *args, **kwargs).tensors())
-    monkeypatch.setitem(ATTENTIONS, "constant", type("Constant", (Average,), {"empty_state": empty}))
-    assert limit(tiny(pattern)) == expected and limit(tiny("average")) is None
+def test_a_state_has_a_fixed_size_only_if_that_of_every_layer_has(pattern, expected, monkeypatch):
+    assert limit(tiny(pattern)) == expected
+    state = tiny("scaled").empty_state(1).layers[0]
+    monkeypatch.setattr(type(state), "fixed_size", False)
+    assert limit(tiny("scaled")) is None
 
 
 def on_gpu(config, *mixes):
@@ -264,11 +234,11 @@ def mix_of(attention, **kwargs):
         ("sympow_gating", {}, True),
         ("even_power", {"p": 4}, True),
         ("softmax", {"rope_base": 9.0}, True),
-        ("average", {}, False),
+        ("scaled", {}, False),
         ("changed", {}, False),  # what the kernels do is not inherited
     ],
 )
-def test_layers_decode_on_the_kernels_if_each_does_and_has_an_mlp(average, attention, kwargs, expected, monkeypatch):
+def test_layers_decode_on_the_kernels_if_each_does_and_has_an_mlp(attention, kwargs, expected, monkeypatch):
     monkeypatch.setattr(generate_module, "why_not", lambda *sizes: "")
     monkeypatch.setattr(decoder_module, "compare", lambda *arguments: "")  # a GPU would compare a model with a Decoder
     monkeypatch.setitem(ATTENTIONS, "changed", type("Changed", (Sympow,), {"log_gates": lambda self, x: None}))
