@@ -263,13 +263,9 @@ def test_window_inputs_are_targets_shifted_by_one(tmp_path):
         assert inputs[2 * d + 1].tolist() == row[4:9] and targets[2 * d + 1].tolist() == row[5:10]
 
 
-def test_longer_block_size_needs_pack(tmp_path):
+def test_windows_of_no_split_and_no_length_are_refused(tmp_path):
     write(tmp_path)
     dataset = Dataset(tmp_path)
-    with pytest.raises(DataError, match="block_size 13 .*12 tokens.*--pack=1"):
-        Windows(dataset, "train", 13)
-    with pytest.raises(DataError, match="block_size 37 .*36 tokens"):
-        Windows(dataset, "val", 37, pack=True)
     with pytest.raises(DataError, match="split must be one of train, val"):
         Windows(dataset, "test", 4)
     with pytest.raises(DataError, match="at least 1"):

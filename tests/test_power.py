@@ -234,7 +234,10 @@ def test_arguments_that_do_not_fit_are_refused(change, message):
         power_attention(**args)
 
 
-ones = lambda *shape: torch.ones(2, *shape)
+def tensors_of(shapes):
+    """Return {name: tensor of ones} of a text such as "q=2,8,4,4 k=2,8,2,4"."""
+    shapes = dict(shape.split("=") for shape in shapes.split())
+    return {name: torch.ones(*map(int, shape.split(","))) for name, shape in shapes.items()}
 
 
 def adaptive_attention(q, k, v, log_g=None):
@@ -243,29 +246,35 @@ def adaptive_attention(q, k, v, log_g=None):
 
 @pytest.mark.parametrize("attention", [power_attention, adaptive_attention, heinsen_attention])
 @pytest.mark.parametrize(
-    "changes,message",
+    "shapes,message",
     [
-        (dict(log_g=ones(8, 4)), r"log_g must be \[B, T, Hkv\] = \[2, 8, 2\]"),
-        (dict(k=ones(8, 2, 5)), r"do not fit: \[2, 8, 4, 4\], \[2, 8, 2, 5\], \[2, 8, 2, 4\]"),
-        (dict(k=ones(7, 2, 4)), "do not fit"),
-        (dict(k=ones(7, 2, 4), v=ones(7, 2, 4)), "the last n of T tokens, got n=8 above T=7"),
-        (dict(k=ones(8, 3, 4), v=ones(8, 3, 4)), "multiple of the key/value heads, got 4 and 3"),
-        (dict(v=ones(8, 2, 4).double()), "share one floating dtype"),
-        (dict(q=ones(8, 4, 4).long(), k=ones(8, 2, 4).long(), v=ones(8, 2, 4).long()), "share one floating dtype"),
-        (dict(q=ones(8, 4)), r"must be \[B, T, H, D\], got \[2, 8, 4\]"),
-        (dict(q=ones(0, 4, 4), k=ones(0, 2, 4), v=ones(0, 2, 4)), "must be positive"),
-        (dict(q=ones(8, 0, 4)), "must be positive"),
-        (dict(k=ones(8, 0, 4), v=ones(8, 0, 4)), "must be positive"),
-        (dict(q=ones(8, 4, 0), k=ones(8, 2, 0)), "must be positive"),
-        (dict(v=ones(8, 2, 0)), "must be positive"),
+        ("log_g=2,8,4", r"log_g must be \[B, T, Hkv\] = \[2, 8, 2\]"),
+        ("k=2,8,2,5", r"do not fit: \[2, 8, 4, 4\], \[2, 8, 2, 5\], \[2, 8, 2, 4\]"),
+        ("k=2,7,2,4", "do not fit"),
+        ("k=2,7,2,4 v=2,7,2,4", "the last n of T tokens, got n=8 above T=7"),
+        ("k=2,8,3,4 v=2,8,3,4", "multiple of the key/value heads, got 4 and 3"),
+        ("q=2,8,4", r"must be \[B, T, H, D\], got \[2, 8, 4\]"),
+        ("q=2,0,4,4 k=2,0,2,4 v=2,0,2,4", "must be positive"),
+        ("q=2,8,0,4", "must be positive"),
+        ("k=2,8,0,4 v=2,8,0,4", "must be positive"),
+        ("q=2,8,4,0 k=2,8,2,0", "must be positive"),
+        ("v=2,8,2,0", "must be positive"),
     ],
 )
-def test_tensors_that_do_not_fit_each_other_are_refused_by_every_attention_in_one_line(attention, changes, message):
-    if "log_g" in changes and attention is heinsen_attention:
+def test_tensors_that_do_not_fit_each_other_are_refused_by_every_attention_in_one_line(attention, shapes, message):
+    if "log_g" in shapes and attention is heinsen_attention:
         pytest.skip("it has no gates")
     with pytest.raises(ValueError, match=message) as refused:
-        attention(**dict(q=ones(8, 4, 4), k=ones(8, 2, 4), v=ones(8, 2, 4)) | changes)
+        attention(**tensors_of("q=2,8,4,4 k=2,8,2,4 v=2,8,2,4") | tensors_of(shapes))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("attention", [power_attention, adaptive_attention, heinsen_attention])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.int64, torch.int64)])
+def test_tensors_of_several_dtypes_or_of_integers_are_refused_by_every_attention(attention, dtypes):
+    q, k, v = tensors_of("q=2,8,4,4 k=2,8,2,4 v=2,8,2,4").values()
+    with pytest.raises(ValueError, match="share one floating dtype"):
+        attention(q.to(dtypes[0]), k.to(dtypes[0]), v.to(dtypes[1]))
 
 
 def test_gates_in_the_place_of_their_logarithms_are_refused():
