@@ -176,16 +176,6 @@ def test_states_of_other_variants_are_refused():
             tiny(adaptive=adaptive).transformer.h[0].attn.mix(x, qkv, state=state)
 
 
-def test_flops_count_each_power_of_a_mixture():
-    def flops(**settings):
-        return tiny(**settings).transformer.h[0].attn.mix.attention_flops(100, torch.float32, "cpu")
-
-    assert flops(adaptive="continuous") == 6 * 100 * 4 * 8
-    assert flops(adaptive="mixture", form="quadratic") == 2 * 6 * 100 * 4 * 8
-    expected = 2 * 6 * 16 * 4 * 8 + 6 * (4 + 2) * (36 + 330) * 9
-    assert flops(adaptive="mixture", form="chunked", chunk_size=16) == expected
-
-
 def test_torch_compile_does_not_unroll_many_blocks(monkeypatch):
     model, ids, graphs = tiny(n_layer=1), torch.randint(0, 97, (2, 200)), []
 

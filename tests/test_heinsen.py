@@ -409,13 +409,6 @@ def test_the_state_of_another_variant_is_refused():
         mix(None, qkv, None, LayerState.empty(1, "cpu"))
 
 
-def test_its_products_are_counted_by_form():
-    flops = lambda T, **kwargs: ATTENTIONS["heinsen"](heinsen_config(**kwargs)).attention_flops(T, torch.float32, "cpu")
-    assert flops(4096, form="quadratic") == 6 * 4096 * 4 * 8
-    assert flops(4096, chunk_size=64) == 6 * (64 * 4 * 8 + (4 + 2) * 8 * 9)
-    assert flops(1024) == flops(65536)  # linear
-
-
 # ---- the way to the kernels
 
 

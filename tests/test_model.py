@@ -9,6 +9,7 @@ import torch
 import torch.utils.flop_counter
 from torch import nn
 from helpers import LLAMA
+from test_config import config_of
 
 from sympow.layers import activation
 from sympow.layers import loss as loss_module
@@ -207,13 +208,38 @@ def test_heads_may_have_any_even_dimension_and_the_paddings_logits_are_cut_off()
     assert model(torch.zeros(1, 4, dtype=torch.long))[0].shape == (1, 4, 257)
 
 
-def test_flops_grow_with_the_context_only_in_the_quadratic_form():
-    sizes = dict(vocab_size=97, n_layer=1, n_head=2, n_embd=64)
-    quadratic = GPT(GPTConfig(attention="even_power", **sizes))
-    chunked = GPT(GPTConfig(attention="sympow", form="chunked", **sizes))
-    weights = 6 * sum(p.numel() for p in quadratic.parameters() if p.dim() == 2)
-    assert quadratic.flops_per_token(4096) == weights + 2 * 6 * 4096 * 32
-    assert chunked.flops_per_token(1 << 14) == chunked.flops_per_token(1 << 20)
+def test_flops_of_a_token_are_those_of_its_weights_and_of_each_layers_attention():
+    model = tiny("even_power,sympow")
+    weights = 6 * sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    attention = [mix.attention_flops(4096, torch.bfloat16, "cpu") for mix in model.attentions()]
+    assert model.flops_per_token(4096) == weights + sum(attention)
+
+
+PAIR = 6 * 4 * 8  # the FLOPs of a pair of tokens, of which a token has half of the context on average
+
+
+@pytest.mark.parametrize(
+    "arguments,T,flops",
+    [
+        ("attention=softmax window=100", 60, 60 * PAIR),
+        ("attention=softmax window=7", 60, 2 * (54 * 7 + 21) / 60 * PAIR),
+        ("attention=even_power", 4096, 4096 * PAIR),
+        ("attention=sympow form=chunked chunk_size=16", 1 << 20, 16 * PAIR + 6 * (4 + 2) * 36 * 9),
+        ("attention=heinsen form=quadratic", 4096, 4096 * PAIR),
+        ("attention=heinsen chunk_size=64", 4096, 64 * PAIR + 6 * (4 + 2) * 8 * 9),
+        ("attention=adaptive_power", 100, 100 * PAIR),
+        ("attention=adaptive_power adaptive=mixture form=quadratic", 100, 2 * 100 * PAIR),
+        (
+            "attention=adaptive_power adaptive=mixture form=chunked chunk_size=16",
+            100,
+            2 * 16 * PAIR + 6 * (4 + 2) * (36 + 330) * 9,
+        ),
+    ],
+)
+def test_flops_of_attention_are_counted_by_form_window_and_power(arguments, T, flops):
+    config = config_of(f"n_head=4 n_kv_head=2 n_embd=32 {arguments}")
+    mix = ATTENTIONS[config.attention](config)
+    assert mix.attention_flops(T, torch.float32, torch.device("cpu")) == pytest.approx(flops, rel=0.01)
 
 
 NORMS = {"LayerNorm": lambda: nn.LayerNorm(96, bias=False), "RMSNorm": lambda: nn.RMSNorm(96, eps=1e-2)}
