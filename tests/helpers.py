@@ -1,5 +1,6 @@
 """Run the programs on a small dataset, in this process or in forks of a server: faster than a new interpreter."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -225,6 +226,14 @@ def refusal(capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1, error
     return error
+
+
+@contextlib.contextmanager
+def raises_one_line(error, match):
+    """Assert that an error is raised with a message of one line that matches."""
+    with pytest.raises(error, match=match) as raised:
+        yield
+    assert "\n" not in str(raised.value)
 
 
 @pytest.fixture

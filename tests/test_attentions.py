@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from sympow.attention.conformal_sympow import ConformalSympow
 from sympow.attention.embedding import symmetric_power_embedding
-from sympow.attention.gates import FixedGate, LearnedGate, linear_fp32
+from sympow.attention.gates import FixedGate, linear_fp32, make_gate
 from sympow.attention.power import power_attention
 from sympow.attention.rotary import rotary, rotation_rates
 from sympow.model import GPTConfig
@@ -78,7 +78,8 @@ def test_fixed_gates_are_alibi(heads):
 
 
 def test_gates_are_log_sigmoid_in_float32_under_autocast():
-    gate = LearnedGate(n_embd=8, n_kv_head=3, bias=1.5)
+    gate = make_gate(GPTConfig(n_embd=8, n_head=4, attention="sympow_gating", gate_bias=1.5))
+    assert not gate.W_gamma.any()  # a fresh gate is sigmoid(gate_bias) at every token
     torch.nn.init.normal_(gate.W_gamma)
     x = torch.randn(2, 5, 8)
     with torch.autocast("cpu", torch.bfloat16):

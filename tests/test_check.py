@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from types import SimpleNamespace
 
 import numerics
 import pytest
@@ -16,6 +15,7 @@ from helpers import ROOT
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from test_kernels import DEVICE, DTYPES, inputs  # noqa: E402
+from test_variant import seen_on_gpu  # noqa: E402
 
 from sympow.generation import decoder  # noqa: E402
 from sympow.generation import generate  # noqa: E402
@@ -25,7 +25,7 @@ from sympow.attention.operator.dispatch import Problem, plan  # noqa: E402
 from sympow.attention.power import power_attention  # noqa: E402
 from sympow.kernels.decode import power as decode, heinsen as decode_heinsen, softmax as decode_softmax  # noqa: E402
 from sympow.kernels import operators  # noqa: E402
-from sympow.model import GPT, GPTConfig  # noqa: E402
+from sympow.model import GPTConfig  # noqa: E402
 
 
 def forget(monkeypatch):
@@ -192,12 +192,18 @@ def test_the_decoder_is_compared_with_the_model(monkeypatch, attention, module, 
     assert bool(problem) == bool(breaks), problem
 
 
+def sympow_on_gpu(dtype):
+    """Return a small model as generation sees it on a GPU, with weights of this dtype."""
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=16, attention="sympow")
+    return seen_on_gpu(config, ATTENTIONS["sympow"](config), dtype=dtype)
+
+
 def test_generation_steps_through_the_model_if_the_decoder_fails(on_gpu, monkeypatch):
     requests = []
     monkeypatch.setattr(decoder, "compare", lambda *args: requests.append(args) or "wrong results")
     monkeypatch.setattr(generate, "why_not", lambda *args: "")
     with pytest.warns(UserWarning, match="does not compute this model: generating with GPT.step .wrong results"):
-        assert not generate.decodes_on_kernels(seen_on_gpu(torch.float32), torch.bfloat16)
+        assert not generate.decodes_on_kernels(sympow_on_gpu(torch.float32), torch.bfloat16)
     assert [args[1:] for args in requests] == [(torch.float32, torch.bfloat16)]
 
 
@@ -210,14 +216,4 @@ def test_training_in_float16_is_planned_as_it_is_computed_in_float32(hopper):
 def test_generation_with_float16_weights_stays_in_pytorch(on_gpu, monkeypatch):
     """The kernels take no float16: that is one line of warning at most, and no check."""
     monkeypatch.setattr(decoder, "compare", None)  # not called
-    assert not generate.decodes_on_kernels(seen_on_gpu(torch.float16))
-
-
-def seen_on_gpu(dtype):
-    """Return what `decodes_on_kernels` reads of a small model with weights of this dtype, on a GPU."""
-    model = GPT(GPTConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=16, attention="sympow"))
-    weight = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
-    return SimpleNamespace(
-        config=model.config,
-        transformer=SimpleNamespace(wte=SimpleNamespace(weight=weight), h=model.transformer.h),
-    )
+    assert not generate.decodes_on_kernels(sympow_on_gpu(torch.float16))

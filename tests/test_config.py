@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, fields
 
 import pytest
+from helpers import raises_one_line
 
 from sympow import evaluate, export, sample, train
 from sympow.model import GPTConfig
@@ -157,9 +158,8 @@ def config_of(arguments):
     ],
 )
 def test_settings_of_a_model_that_do_not_fit_are_refused_in_one_line(arguments, message):
-    with pytest.raises(ValueError, match=message) as error:
+    with raises_one_line(ValueError, message):
         config_of(arguments)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

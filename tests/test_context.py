@@ -175,21 +175,20 @@ def spans_of(rank, size, balanced, block_size):
 @pytest.mark.parametrize("balanced", [False, True])
 def test_slices_of_all_ranks_are_the_sequence_and_are_read_alone(dataset, balanced):
     windows = Windows(Dataset(dataset), "train", 64, pack=True)
-    whole, parts = windows.batch([3, 5, 7]), {}
+    batches = lambda *spans: [
+        windows.batch([3, 5, 7], *spans),
+        train_batch(windows, 1, 0, 0, 1, 4, *spans),
+        *eval_batches(windows, 512, 4, 0, 1, *spans),
+    ]
+    starts = []
     for rank in range(4):
         spans = spans_of(rank, 4, balanced, 64)
         assert [start * (8 if balanced else 4) // 64 for start, _ in spans] == list(pieces_of(rank, 4, balanced))
-        mine = windows.batch([3, 5, 7], spans)
-        for i, (start, end) in enumerate(spans):
-            parts[start] = [x.split(end - start, dim=1)[i] for x in mine]
-    for x, *pieces in zip(whole, *(parts[start] for start in sorted(parts))):
-        assert torch.equal(torch.cat(pieces, dim=1), x)
-    spans = spans_of(1, 2, balanced, 64)
-    cut = lambda x: torch.cat([x[:, a:b] for a, b in spans], dim=1)
-    one = [train_batch(windows, 1, 0, 0, 1, 4), *eval_batches(windows, 512, 4, 0, 1)]
-    two = [train_batch(windows, 1, 0, 0, 1, 4, spans), *eval_batches(windows, 512, 4, 0, 1, spans)]
-    for x, y in zip(one, two, strict=True):
-        assert torch.equal(cut(x[0]), y[0]) and torch.equal(cut(x[1]), y[1])
+        starts += [start for start, _ in spans]
+        for batch, mine in zip(batches(), batches(spans), strict=True):
+            for x, y in zip(batch, mine, strict=True):
+                assert torch.equal(torch.cat([x[:, a:b] for a, b in spans], dim=1), y)
+    assert sorted(starts) == [*range(0, 64, 8 if balanced else 16)]
 
 
 @pytest.mark.parametrize(

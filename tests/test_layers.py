@@ -1,7 +1,6 @@
 """attention= as a pattern over the layers: each layer has its own attention, gate, state and form."""
 
 import pytest
-import torch
 from test_config import config_of
 
 from sympow.attention import ATTENTIONS, Softmax, Sympow, SympowGating
@@ -54,9 +53,3 @@ def test_auto_is_what_an_attention_learns_best_with(arguments, values):
     config = config_of(arguments)
     assert " ".join(str(getattr(config, name)) for name in RECIPE) == values
     assert GPTConfig(**vars(config)) == config
-
-
-def test_a_fresh_gate_is_sigmoid_of_gate_bias_at_every_token():
-    gate = ATTENTIONS["sympow_gating"](GPTConfig(attention="sympow_gating", gate_bias=0.5)).gate
-    products = torch.randn(2, 768) @ gate.input_weight().T
-    assert torch.allclose(gate(products).exp(), torch.tensor(0.5).sigmoid().expand(2, 12))

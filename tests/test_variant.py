@@ -217,10 +217,10 @@ def test_a_state_has_a_fixed_size_only_if_that_of_every_layer_has(pattern, expec
     assert limit(tiny("scaled")) is None
 
 
-def on_gpu(config, *mixes):
-    """A model on a GPU, as far as decodes_on_kernels looks at one, whose layers have these attentions."""
+def seen_on_gpu(config, *mixes, dtype=torch.bfloat16):
+    """Return what decodes_on_kernels reads of a model on a GPU, with weights of this dtype and these attentions."""
     blocks = [SimpleNamespace(attn=SimpleNamespace(mix=mix, replaces_mlp=False)) for mix in mixes]
-    weight = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    weight = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
     return SimpleNamespace(config=config, transformer=SimpleNamespace(h=blocks, wte=SimpleNamespace(weight=weight)))
 
 
@@ -244,7 +244,7 @@ def test_layers_decode_on_the_kernels_if_each_does_and_has_an_mlp(attention, kwa
     monkeypatch.setitem(ATTENTIONS, "changed", type("Changed", (Sympow,), {"log_gates": lambda self, x: None}))
     first, second = mix_of("sympow"), mix_of(attention, **kwargs)
     for mixes in ([first, second], [second, first], [second, second], [second]):
-        model = on_gpu(first.config, *mixes)
+        model = seen_on_gpu(first.config, *mixes)
         assert decodes_on_kernels(model) is expected
         model.transformer.h[-1].attn.replaces_mlp = True
         assert not decodes_on_kernels(model)
