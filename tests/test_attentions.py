@@ -88,18 +88,13 @@ def test_gates_are_log_sigmoid_in_float32_under_autocast():
     assert torch.allclose(log_g, F.logsigmoid(x @ gate.W_gamma.T + 1.5), rtol=1e-6)
 
 
-def conformal_layer():
-    mix = ConformalSympow(GPTConfig(n_embd=8, n_head=4, n_kv_head=2, head_dim=6, attention="conformal_sympow"))
-    torch.nn.init.normal_(mix.W_beta)
-    return mix
-
-
 def test_rotation_speed_is_in_float32_under_autocast_and_starts_at_one():
-    mix, x = conformal_layer(), torch.randn(1, 64, 8)
+    mix = ConformalSympow(GPTConfig(n_embd=8, n_head=4, n_kv_head=2, head_dim=6, attention="conformal_sympow"))
+    x = torch.randn(1, 64, 8)
+    assert (mix.beta(linear_fp32(x, mix.input_weight())) == 1).all()
+    torch.nn.init.normal_(mix.W_beta)
     with torch.autocast("cpu", torch.bfloat16):
         products = linear_fp32(x, mix.input_weight())
         u = mix.positions(products, None, mix.beta(products))
     exact = (1 + torch.tanh(x.double() @ mix.W_beta.double().T)).squeeze(-1).cumsum(1)
     assert u.dtype == torch.float64 and (u - exact).abs().max() < 1e-5
-    fresh = ConformalSympow(mix.config)
-    assert (fresh.beta(linear_fp32(x, fresh.input_weight())) == 1).all()

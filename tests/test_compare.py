@@ -110,28 +110,28 @@ def test_a_picture_without_matplotlib_is_refused_and_the_table_needs_none(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "argv,message",
+    "arguments,message",
     [
-        (["out/sofmax"], "out/sofmax: no such run folder: did you mean out/softmax?"),
-        (["sympow"], "sympow: no such run folder: did you mean out/sympow?"),
-        (["x"], "x: no such run folder: the runs in out/ are out/empty, out/softmax, out/sympow"),
-        (["."], ".: no metrics.jsonl in it: the runs in out/ are out/empty, out/softmax, out/sympow"),
-        (["out/empty"], "out/empty: its metrics.jsonl holds no losses yet"),
-        (["out/softmax", "--names=x,y"], "--names must be 1 different names, got x,y"),
-        (["out/softmax", "--nope"], "unrecognized arguments: --nope"),
-        (["out/softmax", "--png=x.foo"], "png=x.foo must end in "),
-        (["out/softmax", "--png=folder/"], "png=folder/ must end in "),
-        (["out/softmax", "--png=/dev/null/x.png"], "png=/dev/null/x.png cannot be written: "),
+        ("out/sofmax", "out/sofmax: no such run folder: did you mean out/softmax?"),
+        ("sympow", "sympow: no such run folder: did you mean out/sympow?"),
+        ("x", "x: no such run folder: the runs in out/ are out/empty, out/softmax, out/sympow"),
+        (".", ".: no metrics.jsonl in it: the runs in out/ are out/empty, out/softmax, out/sympow"),
+        ("out/empty", "out/empty: its metrics.jsonl holds no losses yet"),
+        ("out/softmax --names=x,y", "--names must be 1 different names, got x,y"),
+        ("out/softmax --nope", "unrecognized arguments: --nope"),
+        ("out/softmax --png=x.foo", "png=x.foo must end in "),
+        ("out/softmax --png=folder/", "png=folder/ must end in "),
+        ("out/softmax --png=/dev/null/x.png", "png=/dev/null/x.png cannot be written: "),
     ],
 )
-def test_a_mistake_is_one_line_that_says_what_would_be_right(tmp_path, refused, monkeypatch, argv, message):
+def test_a_mistake_is_one_line_that_says_what_would_be_right(tmp_path, refused, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     Path("out").mkdir()
     for name in ("sympow", "softmax"):
         write_run(Path("out", name), *log_lines("train_loss", [4.0]))
     write_run(Path("out/empty"), {"step": 3, "lr": 0.1})
     Path("out/sofmax.png").touch()  # a picture is no run
-    assert refused(call, compare.main, *argv).startswith(f"compare.py: {message}")
+    assert refused(call, compare.main, *arguments.split()).startswith(f"compare.py: {message}")
 
 
 def test_each_context_has_its_speed_and_what_cannot_be_compared_is_named(tmp_path, capsys, no_picture):

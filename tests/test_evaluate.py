@@ -77,14 +77,14 @@ def test_mistakes_are_refused_before_work(out, monkeypatch, refused):
     monkeypatch.setattr(evaluate, "evaluate_run", lambda *args: pytest.fail("work has started"))
     shutil.copytree(out / "b", out / "c")
     (out / "c/config.json").write_text("[" * 100_000)
-    for argv, message in (
-        (["--length=100000000"], "longer than"),
-        (["--out_dir=out/none"], "no checkpoint in out/none"),
-        (["--png=x.foo"], "png=x.foo must end in"),
-        (["--out_dir=out/a,out/c"], "out/c/config.json"),
-        (["--out_dir=out/a,out/b", "--names=x"], "2 different names, got x"),
+    for arguments, message in (
+        ("--length=100000000", "longer than"),
+        ("--out_dir=out/none", "no checkpoint in out/none"),
+        ("--png=x.foo", "png=x.foo must end in"),
+        ("--out_dir=out/a,out/c", "out/c/config.json"),
+        ("--out_dir=out/a,out/b --names=x", "2 different names, got x"),
     ):
-        assert message in refused(call, evaluate.main, "--out_dir=out/a", *argv)
+        assert message in refused(call, evaluate.main, "--out_dir=out/a", *arguments.split())
 
 
 def test_runs_on_different_data_are_named_and_a_name_may_have_a_comma(out, tmp_path, capsys):

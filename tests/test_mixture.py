@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -151,21 +152,20 @@ def test_the_fingerprint_is_of_the_shares_and_the_contents_wherever_they_lie(set
 @pytest.fixture(scope="module")
 def options(sets):
     """Return the options of a run on three parts of a and one of b."""
-    return [*SMALL, f"--dataset={where(sets, 'a:3,b:1')}", f"--val_datasets={sets / 'c'}", "--out_dir=out"]
+    return [f"--dataset={where(sets, 'a:3,b:1')}", f"--val_datasets={sets / 'c'}", "--out_dir=out"]
 
 
 @pytest.fixture
-def go(options, tmp_path, monkeypatch):
+def go(go, options):
     """Return a function that trains in this process, in tmp_path/out."""
-    monkeypatch.chdir(tmp_path)
-    return lambda *argv: call(train.main, *options, *argv)
+    return partial(go, *options)
 
 
 @pytest.fixture(scope="module")
 def unbroken(options, tmp_path_factory):
     """Return the folder of a run of 6 steps on a mixture without a break."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    assert call(train.main, *options, f"--out_dir={out}") == 0
+    assert call(train.main, *SMALL, *options, f"--out_dir={out}") == 0
     return out
 
 

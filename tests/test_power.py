@@ -216,6 +216,12 @@ def test_gates_lose_nothing_over_65536_tokens():
     assert y == pytest.approx(g ** (T - 1) / ((1 - g**T) / (1 - g)), rel=2e-4)
 
 
+def tensors_of(shapes):
+    """Return {name: tensor of ones} of a text such as "q=2,8,4,4 k=2,8,2,4"."""
+    shapes = dict(shape.split("=") for shape in shapes.split())
+    return {name: torch.ones(*map(int, shape.split(","))) for name, shape in shapes.items()}
+
+
 @pytest.mark.parametrize(
     "change,message",
     [
@@ -225,20 +231,14 @@ def test_gates_lose_nothing_over_65536_tokens():
         (dict(form="fast"), "form must be one of auto, quadratic, chunked, recurrent, got 'fast'"),
         (dict(chunk_size=0), "chunk_size must be a positive integer, got 0"),
         (dict(scale=0.0), "scale must be finite and not zero"),
+        (dict(log_g=torch.full((2, 8, 2), 0.5)), "log_g must be <= 0, the logarithm of a gate, got 0.5"),
         (dict(initial_state=PowerState(torch.zeros(2, 2, 9, 4), torch.zeros(2, 2, 9))),
          r"initial_state must be S \[2, 2, 10, 4\]"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused(change, message):
-    args = dict(q=torch.zeros(2, 8, 4, 4), k=torch.zeros(2, 8, 2, 4), v=torch.zeros(2, 8, 2, 4)) | change
-    with pytest.raises(ValueError, match=message):
-        power_attention(**args)
-
-
-def tensors_of(shapes):
-    """Return {name: tensor of ones} of a text such as "q=2,8,4,4 k=2,8,2,4"."""
-    shapes = dict(shape.split("=") for shape in shapes.split())
-    return {name: torch.ones(*map(int, shape.split(","))) for name, shape in shapes.items()}
+    with raises_one_line(ValueError, message):
+        power_attention(**tensors_of("q=2,8,4,4 k=2,8,2,4 v=2,8,2,4") | change)
 
 
 def adaptive_attention(q, k, v, log_g=None):
@@ -275,12 +275,6 @@ def test_tensors_of_several_dtypes_or_of_integers_are_refused_by_every_attention
     q, k, v = tensors_of("q=2,8,4,4 k=2,8,2,4 v=2,8,2,4").values()
     with pytest.raises(ValueError, match="share one floating dtype"):
         attention(q.to(dtypes[0]), k.to(dtypes[0]), v.to(dtypes[1]))
-
-
-def test_gates_in_the_place_of_their_logarithms_are_refused():
-    q, k, v, _ = floats(8, 2)
-    with pytest.raises(ValueError, match="log_g must be <= 0, the logarithm of a gate, got 0.5"):
-        power_attention(q, k, v, torch.full((2, 8, 2), 0.5))
 
 
 def test_tensors_as_sdpa_takes_them_are_warned_of_and_short_texts_are_not(recwarn):

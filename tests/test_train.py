@@ -16,6 +16,7 @@ import torch
 from helpers import (
     ROOT,
     SMALL,
+    assert_near_run,
     assert_same_run,
     free_port,
     join,
@@ -147,8 +148,7 @@ def test_weights_of_another_run_can_be_taken(go, capsys):
 def test_accumulation_and_batch_size_do_not_change_the_step(go):
     for name, batch in (("a", 8), ("b", 2)):
         assert go(f"--out_dir=out/{name}", "--attention=sympow", f"--batch_size={batch}") == 0
-    for key in ("train_loss", "val_loss"):
-        assert metrics("out/a", key) == pytest.approx(metrics("out/b", key), rel=1e-5)
+    assert_near_run("out/a", "out/b", rel=1e-5)
     assert go("--out_dir=out/c", "--attention=sympow", "--batch_size=2", "--gradient_accumulation_steps=4") == 0
     assert metrics("out/c") == metrics("out/b")
 
@@ -157,8 +157,7 @@ def test_two_processes_take_the_same_steps_as_one(go, dataset):
     options = ["--attention=conformal_sympow,softmax", "--activation_checkpointing=True"]
     ranks = start_ranks(2, train.main, *SMALL, f"--dataset={dataset}", "--out_dir=out/two", *options)
     assert go("--out_dir=out/one", *options) == 0 and join(*ranks) == [0, 0]
-    for key in ("train_loss", "val_loss", "grad_norm"):
-        assert metrics("out/two", key) == pytest.approx(metrics("out/one", key), rel=1e-5), key
+    assert_near_run("out/two", "out/one", ("train_loss", "val_loss", "grad_norm"), rel=1e-5)
 
 
 @pytest.mark.parametrize(
