@@ -6,15 +6,15 @@ cases = cover(dict(form=("quadratic", "chunked"), p=(2, 4), gates=(None, "learne
 import random
 from itertools import combinations, product
 
-CANDIDATES = 40  # random cases, of which the one that covers most is taken
+CANDIDATES = 40  # random cases: the one that covers most is taken
 ATTEMPTS = 4000  # random cases, after which values that were not allowed together are given up
 
 
 def cover(factors, allowed=lambda case: True, triples=()):
     """Return cases, dicts {factor: value}, so that any two values of two factors occur in one of them.
 
-    factors: {factor: its values}. allowed(case) is False for values that cannot go together. triples: factors of which
-    also any three values of three factors occur. The same arguments give the same cases.
+    factors: {factor: its values}. allowed(case) is False for values that cannot go together. triples: factors; any
+    three values of three of them occur in a case, too. The same arguments give the same cases.
     """
     groups = [*combinations(factors, 2), *combinations(triples, 3)]
     missing = dict.fromkeys((names, values) for names in groups for values in product(*map(factors.get, names)))

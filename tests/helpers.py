@@ -39,7 +39,7 @@ def call(main, *argv):
         sys.argv = saved
         for s, handler in handlers.items():
             signal.signal(s, handler)
-        if (pipe := signal.set_wakeup_fd(-1)) >= 0:  # of StopSignals, whose thread ends where the pipe does
+        if (pipe := signal.set_wakeup_fd(-1)) >= 0:  # of StopSignals: its thread ends with the pipe
             os.close(pipe)
             for thread in [thread for thread in threading.enumerate() if thread.name == "signals"]:
                 thread.join()
@@ -174,9 +174,9 @@ def assert_same_run(folder, expected):
 def assert_near_run(folder, expected, keys=("train_loss", "val_loss"), **bounds):
     """Assert that two runs have these numbers of the same steps in one order, equal but for pytest.approx's bounds."""
     for key in keys:
-        numbers, others = metrics(folder, key), metrics(expected, key)
-        assert others and list(numbers) == list(others)
-        assert numbers == pytest.approx(others, **bounds), key
+        numbers, reference = metrics(folder, key), metrics(expected, key)
+        assert reference and list(numbers) == list(reference)
+        assert numbers == pytest.approx(reference, **bounds), key
 
 
 def train_traced():

@@ -70,7 +70,7 @@ def _remember_dtypes(interpreter):
     find, known = interpreter._get_np_dtype, {}
 
     def remembered(dtype):
-        name = dtype.scalar.name  # a block's is that of its elements
+        name = dtype.scalar.name  # a block has its elements' dtype
         if name not in known:
             known[name] = find(dtype)
         return known[name]

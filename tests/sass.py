@@ -116,9 +116,9 @@ CASES = [
 
 
 def main(pattern=""):
-    """Print what there is to say of each launch whose kernel and case match a pattern; return the number of faults.
+    """Print a line and the faults of each launch, if its kernel and case match a pattern; return the number of faults.
 
-    What Triton has in its cache is compiled anew, for ptxas's words about products that it serializes.
+    Kernels in Triton's cache are compiled anew, for ptxas's words about products that it serializes.
     """
     knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
     faults, codes = 0, set()

@@ -187,7 +187,7 @@ def pretended(target):
 
 def launches(target, cases):
     """Return [(kernel, case, compile)], one for each launch of the cases, (function, *arguments), that Triton would
-    compile anew; compile() returns what Triton does."""
+    compile anew; compile() returns the compiled kernel."""
     caught, run = {}, JITFunction.run
 
     def catch(self, *args, grid, warmup, **options):

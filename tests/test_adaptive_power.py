@@ -23,7 +23,7 @@ def inputs(T, dtype=torch.float64, B=2, H=4, Hkv=2, D=16, E=16, documents=False)
     powers[:, ::7] = 1
     if T > 30:
         q[0, 5], k[-1, 7], k[0, :9, 0] = 0, 0, 0
-        q[0, 20, 0], k[0, :, 0, 0] = torch.eye(D)[0], 0  # a row all of whose scores are zero
+        q[0, 20, 0], k[0, :, 0, 0] = torch.eye(D)[0], 0  # all scores of a row are zero
     log_g = None
     if documents:
         log_g = torch.zeros(B, T, Hkv, dtype=dtype)
@@ -127,23 +127,23 @@ def tiny(**kwargs):
 def test_the_network_is_the_notebooks_on_all_heads_queries():
     torch.manual_seed(0)
     network, q = PowerNetwork(12, 2.0, 4.0), torch.randn(2, 5, 3, 4)
-    found = network(q)
+    powers = network(q)
     plain = torch.sigmoid(network.out(F.relu(network.hidden(q.reshape(2, 5, 12)))))
-    assert torch.allclose(found, 2 + 2 * plain.squeeze(-1)) and found.std() > 0.01
+    assert torch.allclose(powers, 2 + 2 * plain.squeeze(-1)) and powers.std() > 0.01
     assert sum(p.numel() for p in network.parameters()) == 13**2
     with torch.autocast("cpu", torch.bfloat16):
         rounded = network(q)
-    assert rounded.dtype == torch.float32 and torch.allclose(rounded, found, atol=0.02)
+    assert rounded.dtype == torch.float32 and torch.allclose(rounded, powers, atol=0.02)
     assert not torch.equal(rounded, rounded.bfloat16().float())  # only its first layer is in bfloat16
 
 
 def test_p_is_of_the_queries_before_they_are_rotated():
     mix, seen = tiny().transformer.h[0].attn.mix, []
-    mix.power.register_forward_hook(lambda module, given, powers: seen.append((given[0], powers)))
+    mix.power.register_forward_hook(lambda module, args, powers: seen.append((args[0], powers)))
     qkv = torch.randn(1, 6, 8, 8)
     y, _ = mix(torch.empty(1, 6, 32), qkv)
-    ((given, powers),) = seen
-    assert torch.equal(given, qkv[:, :, :4])
+    ((queries, powers),) = seen
+    assert torch.equal(queries, qkv[:, :, :4])
     rotated = mix.rotate(qkv, torch.arange(1.0, 7.0, dtype=torch.float64))
     assert torch.allclose(y, naive.adaptive(*rotated, powers), atol=1e-5)
 
@@ -192,5 +192,5 @@ def test_torch_compile_does_not_unroll_many_blocks(monkeypatch):
         loss.backward()
         assert torch.equal(loss, model(ids, ids)[1])
         sizes.append((len(graphs), sum(len(graph.graph.nodes) for graph in graphs)))
-    (whole, unrolled), (parts, rest) = sizes
-    assert whole == 1 < parts and rest < unrolled / 2
+    (graphs_of_few, unrolled), (graphs_of_many, rolled) = sizes
+    assert graphs_of_few == 1 < graphs_of_many and rolled < unrolled / 2

@@ -30,11 +30,11 @@ def recurrence(q, k, v, gamma, mu, p, S_rotates=False):
     gamma [T], mu [T, D/2] the angles after each token. With S_rotates the state is turned instead of the keys, by the
     rotation of tensor features that turns a vector by mu_i - mu_{i-1}.
     """
-    S, Z, ys, before = 0, 0, [], torch.zeros_like(mu[0])
+    S, Z, ys, previous = 0, 0, [], torch.zeros_like(mu[0])
     for i in range(len(q)):
         if S_rotates:
-            R = matrix((mu[i] - before).tolist())
-            before = mu[i]
+            R = matrix((mu[i] - previous).tolist())
+            previous = mu[i]
             R_bar, phi_q, phi_k = (functools.reduce(torch.kron, [x] * p) for x in (R, q[i], k[i]))
             S, Z = (gamma[i] * (R_bar.T @ x) if i else x for x in (S, Z))  # S is transposed here
         else:

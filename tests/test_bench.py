@@ -102,7 +102,7 @@ def test_log_attention_is_timed_beside_the_equations_of_its_paper():
 
 
 def test_the_cost_model_is_fitted_to_what_is_measured(monkeypatch, capsys):
-    """The times are those of the model, so the fit finds its numbers."""
+    """The model itself gives the times, so the fit finds its numbers."""
     tokens = 8
 
     def nanoseconds(q, k, v, log_g, form, chunk_size=None, **options):

@@ -235,8 +235,8 @@ def test_the_cost_model_says_quadratic_first_and_then_chunked():
             C, T = cost.best_size(D, p, gated), cost.crossing(D, p, gated)
             assert C in cost.SIZES and C < T
             assert cost.best_form(T - 1, D, p, gated) == "quadratic" and cost.best_form(T + 1, D, p, gated) == "chunked"
-            there = cost.quadratic_ns(T, D, gated), cost.chunked_ns(T, C, D, p, gated)
-            assert there[0] == pytest.approx(there[1])
+            costs = cost.quadratic_ns(T, D, gated), cost.chunked_ns(T, C, D, p, gated)
+            assert costs[0] == pytest.approx(costs[1])
             assert cost.chunk_size(200, D, p, gated) == 256 - 128 * (C == 128)
 
 
@@ -262,8 +262,8 @@ def test_what_is_allocated_is_what_was_computed_beforehand():
         for _ in range(2):
             y = operators.chunked_attention(*tensors, p=p, chunk=1024)[0]
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            allocated = torch.cuda.memory_allocated()
             torch.autograd.grad(y, tensors, dy)
-            used = torch.cuda.max_memory_allocated() - before
+            used = torch.cuda.max_memory_allocated() - allocated
         saved = chunked.state_size(D, p) * 2 * 4 * T // 1024
         assert used + saved <= 1.35 * chunked.bytes_needed(q, k, v, p, 1024)

@@ -27,15 +27,15 @@ def clone(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "source,same",
+    "source,is_equal",
     [
         ('"""A module."""\n\ndef f(x):\n    """A function."""\n    return (x\n      + 1)  # more', True),
         ("def f(x):\n    return x + 2", False), ("def f(x, y=1):\n    return x + 1", False),
     ],
 )  # fmt: skip
-def test_a_hash_changes_with_what_is_computed_alone(source, same):
+def test_a_hash_changes_with_what_is_computed_alone(source, is_equal):
     in_every_python = "f1be77de3dff2665"  # of def f(x): return x + 1
-    assert (code.hash_syntax(source.encode()) == in_every_python) == same
+    assert (code.hash_syntax(source.encode()) == in_every_python) == is_equal
 
 
 def test_every_program_names_the_file_that_changed_and_goes_on(go, clone, caplog):

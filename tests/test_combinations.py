@@ -195,12 +195,12 @@ PLAIN = {name: values[0] for name, values in FACTORS.items()} | dict(dtype="floa
 def assert_equals_float64(limit=None, change=lambda tensors: None, **settings):
     """Compare power_attention, in two runs, with the specification, in a case of PLAIN and these settings.
 
-    limit: the largest error, by default that of `tolerance`. change(tensors) may change the arguments by name.
+    limit: the largest error, by default what `tolerance` says. change(tensors) may change the arguments by name.
     """
     case = PLAIN | settings
     tensors, lengths = create(case)
     change(tensors)
-    results, again = (differentiate(partial(attend, case, lengths), case, tensors)[0] for _ in range(2))
+    results, repeated = (differentiate(partial(attend, case, lengths), case, tensors)[0] for _ in range(2))
     if case["dtype"] == "autocast":  # gates and states stay float32
         tensors |= {name: tensors[name].bfloat16() for name in "qkv"}
     assert results["y"].dtype == tensors["v"].dtype
@@ -208,9 +208,11 @@ def assert_equals_float64(limit=None, change=lambda tensors: None, **settings):
     expected, size = differentiate(partial(specify, case, lengths), case, doubles)
     floor = size * (1e-3 if case["T"] > 1 else 1e-1)  # alone, a token has no gradient but rounding errors
     errors = {name: relative_error(results[name], exact, floor) for name, exact in expected.items()}
-    wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= (limit or tolerance(case, name))}
-    assert not wrong, wrong
-    assert all(torch.equal(x, again[name]) for name, x in results.items()), "two runs differ"
+    too_large = {
+        name: f"{error:.1e}" for name, error in errors.items() if not error <= (limit or tolerance(case, name))
+    }
+    assert not too_large, too_large
+    assert all(torch.equal(x, repeated[name]) for name, x in results.items()), "two runs differ"
 
 
 def describe(case):

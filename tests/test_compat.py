@@ -11,13 +11,13 @@ from sympow.attention.compat import power_attention as library
 from sympow.attention.compat import retention
 
 
-def make(*shape, seed=0, of=lambda x: x):
-    x = of(torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape))))
+def make(*shape, seed=0, function=lambda x: x):
+    x = function(torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape))))
     return x.to(DEVICE).requires_grad_()
 
 
 def gates(*shape):
-    return make(*shape, of=lambda x: logsigmoid(x + 1))
+    return make(*shape, function=lambda x: logsigmoid(x + 1))
 
 
 def make_inputs(T, gated):
@@ -31,15 +31,15 @@ def cut(tensors, rows):
     return [None if x is None else x[:, rows] for x in tensors]
 
 
-def assert_equal(found, expected, leaves, tolerance=1e-9):
+def assert_equal(results, expected, leaves, tolerance=1e-9):
     """Compare results, and the gradients of a function of all of them to the leaves."""
-    found, expected = list(found), list(expected)
+    results, expected = list(results), list(expected)
     weights = [make(*x.shape, seed=7) for x in expected]
     grads = [
         torch.autograd.grad(sum((x * w).sum() for x, w in zip(xs, weights)), leaves, retain_graph=True)
-        for xs in (found, expected)
+        for xs in (results, expected)
     ]
-    for a, b in zip([*found, *grads[0]], [*expected, *grads[1]], strict=True):
+    for a, b in zip([*results, *grads[0]], [*expected, *grads[1]], strict=True):
         assert a.shape == b.shape and relative_error(a, b, 1e-9) < tolerance
 
 
@@ -94,9 +94,9 @@ def test_inference_reads_cache_and_state(gated):
     _, *state = retention.power_retention_inference(Q[:, 9:], *cache, S, s, switch_over_seq_len=3)
     results = [torch.cat((*rows, y[:, 1:]), 1), *state]
     assert_equal(results, [expected, *naive.state_after(K, V, log_G, p=2)], leaves)
-    y, *same = retention.power_retention_inference(Q[:, :1], None, None, log_G, S, s)  # log_G cancels
+    y, *state_after = retention.power_retention_inference(Q[:, :1], None, None, log_G, S, s)  # log_G cancels
     alone = naive.quadratic(Q[:, :1], 0 * K[:, :1], V[:, :1], p=2, initial_state=(S, s))  # a key of zero has no weight
-    assert torch.allclose(y, alone) and same[0] is S and same[1] is s
+    assert torch.allclose(y, alone) and state_after[0] is S and state_after[1] is s
 
 
 @pytest.mark.parametrize(

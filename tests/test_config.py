@@ -4,9 +4,10 @@ import inspect
 import math
 import re
 from dataclasses import dataclass, fields
+from functools import partial
 
 import pytest
-from helpers import raises_one_line
+from helpers import call, raises_one_line
 
 from sympow import evaluate, export, sample, train
 from sympow.model import GPTConfig
@@ -52,15 +53,6 @@ def test_texts_become_the_fields_types():
     assert read("--batch_size=-5", "--compile=")[0] == {"batch_size": -5, "compile": ""}
 
 
-def refusal(capsys, *argv):
-    """Return the line with which settings are refused."""
-    with pytest.raises(SystemExit) as stopped:
-        read(*argv)
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.count("\n") == 1, error
-    return error
-
-
 @pytest.mark.parametrize(
     "argv,message",
     [
@@ -83,11 +75,11 @@ def refusal(capsys, *argv):
         (["batch_size=3"], "cannot read 'batch_size=3'"),
     ],
 )
-def test_mistakes_are_refused_in_one_line(argv, message, capsys):
-    assert message in refusal(capsys, *argv)
+def test_mistakes_are_refused_in_one_line(argv, message, refused):
+    assert message in refused(call, partial(read, *argv))
 
 
-def test_a_config_file_may_import_and_define_and_its_mistakes_are_refused(tmp_path, capsys):
+def test_a_config_file_may_import_and_define_and_its_mistakes_are_refused(tmp_path, refused):
     path = tmp_path / "c.py"
     lines = "from math import tau", "def half(x):", "    y = x / 2", "    return y", "learning_rate = half(tau) / tau"
     path.write_text("\n".join(lines))
@@ -101,7 +93,7 @@ def test_a_config_file_may_import_and_define_and_its_mistakes_are_refused(tmp_pa
         ("batch_size = True", "batch_size must be a whole number below 2^63, got 'True'"),
     ):
         path.write_text(text)
-        assert message in refusal(capsys, str(path))
+        assert message in refused(call, partial(read, str(path)))
 
 
 @pytest.mark.parametrize("cls", [train.TrainConfig, sample.SampleConfig, evaluate.EvaluateConfig, export.ExportConfig])

@@ -1,4 +1,4 @@
-"""Context parallel: ranks that share the tokens of a sequence compute what one rank does with all of them.
+"""Context parallel: ranks that share the tokens of a sequence have the results of one rank.
 
 The group tests run in forked processes, gloo, in float64: one group of four ranks takes all cases.
 """
@@ -22,7 +22,7 @@ from helpers import (
     start_ranks,
     train_traced,
 )
-from numerics import relative_error
+from numerics import gradients, relative_error
 
 from sympow import train
 from sympow.attention import ATTENTIONS, Sympow
@@ -76,21 +76,21 @@ def make_batch():
 
 
 def group_member():
-    """Compare each case's loss and gradients with those of the whole sequence; write the errors."""
+    """Compare each case's loss and gradients with the whole sequence's; write the errors."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, found = dist.get_rank(), {}
+    rank, results = dist.get_rank(), {}
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     for i, (name, settings) in enumerate(CASES.items()):
         if i % 2 == rank // 2:  # two cases at a time, each on two ranks
-            found[f"{name}, 2 ranks"] = errors_of_case(2, pairs[rank // 2], make_model(**settings))
+            results[f"{name}, 2 ranks"] = errors_of_case(2, pairs[rank // 2], make_model(**settings))
     for name in ON_FOUR:
-        found[f"{name}, 4 ranks"] = errors_of_case(4, dist.group.WORLD, make_model(**CASES[name]))
+        results[f"{name}, 4 ranks"] = errors_of_case(4, dist.group.WORLD, make_model(**CASES[name]))
     for balanced, resets in product((False, True), RESETS):
         context = Context(dist.group.WORLD, balanced)
-        found[f"{balanced}, {resets}"] = [errors_of_convolution(context, n, RESETS[resets]) for n in CONVOLVED]
+        results[f"{balanced}, {resets}"] = [errors_of_convolution(context, n, RESETS[resets]) for n in CONVOLVED]
     with open(f"errors_{rank}.json", "w") as f:
-        json.dump({name: errors for name, errors in found.items() if errors}, f)
+        json.dump({name: errors for name, errors in results.items() if errors}, f)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -134,12 +134,12 @@ def errors_of_convolution(context, n, tokens):
         resets[0, tokens] = True  # the other sequence has none
     size = T // (context.size * context.pieces)
     mine = torch.cat([torch.arange(piece * size, (piece + 1) * size) for piece in context.mine])
-    leaf, whole = x[:, mine].requires_grad_(), x.clone().requires_grad_()
+    leaf, sequence = x[:, mine].requires_grad_(), x.clone().requires_grad_()
     y = convolve_in_context(conv, leaf, None if resets is None else resets[:, mine], context)
     dx, dweight = torch.autograd.grad(y, (leaf, conv.weight), dy[:, mine])
     dist.all_reduce(dweight, group=context.group)
-    expected = conv(whole, resets)
-    expected_dx, expected_dweight = torch.autograd.grad(expected, (whole, conv.weight), dy)
+    expected = conv(sequence, resets)
+    expected_dx, expected_dweight = torch.autograd.grad(expected, (sequence, conv.weight), dy)
     pairs = (y, expected[:, mine]), (dx, expected_dx[:, mine]), (dweight, expected_dweight)
     largest = torch.tensor(max(relative_error(x, reference, 0) for x, reference in pairs))
     dist.all_reduce(largest, dist.ReduceOp.MAX, context.group)  # the first and the last piece lack a neighbour
@@ -269,12 +269,6 @@ def test_two_groups_of_a_sharded_model_train_as_one_rank(go, dataset, tmp_path):
         assert_near_run(f"{shard}/out", "one", **ROUNDING)
 
 
-def gradients(attend, tensors, dy):
-    """Return y and the gradients to all tensors."""
-    y = attend(*tensors)
-    return [y, *torch.autograd.grad(y, tensors, dy)]
-
-
 def test_pieces_on_the_kernels_are_the_whole_sequence_and_no_sum_is_computed_twice(monkeypatch):
     """In the interpreter, and one process: piece by piece forward, and from the last one backward."""
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
@@ -285,20 +279,20 @@ def test_pieces_on_the_kernels_are_the_whole_sequence_and_no_sum_is_computed_twi
     q, k, v, dy = torch.randn(4, 1, 2 * n, 1, 16)
     log_g = torch.nn.functional.logsigmoid(torch.randn(1, 2 * n, 1) + 2)
     log_g[:, n + 50] = -torch.inf
-    tensors = [x.clone().requires_grad_() for x in (q, k, v, log_g)]
+    tensors = [q, k, v, log_g]
     expected = gradients(lambda *x: operators.chunked_attention(*x, **options)[0], tensors, dy)
     updates, update = [], chunked.update_state
     monkeypatch.setattr(chunked, "update_state", lambda *args: updates.append(1) or update(*args))
-    scan, found = Scan(), []
-    leaves = [[x.detach().clone().requires_grad_() for x in part] for part in zip(*(x.split(n, 1) for x in tensors))]
+    scan, outputs = Scan(), []
+    leaves = [[x.clone().requires_grad_() for x in part] for part in zip(*(x.split(n, 1) for x in tensors))]
     for part in leaves:
         gate = part[3].detach().sum(1).exp()
-        found.append(operators.chunked_attention_of_piece(*part, gate, registry.register(scan), **options))
+        outputs.append(operators.chunked_attention_of_piece(*part, gate, registry.register(scan), **options))
     scan.state = None
-    for part, y, d in reversed([*zip(leaves, found, dy.split(n, 1))]):
+    for part, y, d in reversed([*zip(leaves, outputs, dy.split(n, 1))]):
         y.backward(d)
     assert len(updates) == 4
-    for x, *pieces in zip(expected, *([y, *(leaf.grad for leaf in part)] for y, part in zip(found, leaves))):
+    for x, *pieces in zip(expected, *([y, *(leaf.grad for leaf in part)] for y, part in zip(outputs, leaves))):
         assert (torch.cat(pieces, dim=1) - x).norm() <= 1e-5 * x.norm()
 
 
@@ -308,20 +302,19 @@ def test_a_piece_on_the_kernels_is_compiled_whole_and_computed_again():
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
     from sympow.kernels import operators, registry
 
-    tensors = [torch.randn(1, 256, 1, 16, requires_grad=True) for _ in range(3)]
-    tensors.append(torch.full((1, 256, 1), -0.1, requires_grad=True))
-    alone, gate, options = Alone(), tensors[3].detach().sum(1).exp(), dict(p=2, chunk=128)
+    tensors = [*torch.randn(3, 1, 256, 1, 16), torch.full((1, 256, 1), -0.1)]
+    alone, gate, options = Alone(), tensors[3].sum(1).exp(), dict(p=2, chunk=128)
     state = gate, registry.register(alone)
     of_piece = lambda q, *x: operators.chunked_attention_of_piece(2 * q, *x, *state, **options)
-    again = lambda *x: torch.utils.checkpoint.checkpoint(of_piece, *x, use_reentrant=False)
-    whole = lambda q, *x: operators.chunked_attention(2 * q, *x, **options)[0]
+    twice = lambda *x: torch.utils.checkpoint.checkpoint(of_piece, *x, use_reentrant=False)
+    sequence = lambda q, *x: operators.chunked_attention(2 * q, *x, **options)[0]
     dy = torch.randn(1, 256, 1, 16)
-    expected = gradients(whole, tensors, dy)
-    for function in (again, torch.compile(again, fullgraph=True, backend="aot_eager")):
+    expected = gradients(sequence, tensors, dy)
+    for function in (twice, torch.compile(twice, fullgraph=True, backend="aot_eager")):
         alone.calls = []
-        found = gradients(function, tensors, dy)
+        results = gradients(function, tensors, dy)
         assert alone.calls == [False, False, True]
-        assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(found, expected))
+        assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(results, expected))
 
 
 class Alone:

@@ -39,7 +39,7 @@ def test_it_is_the_loop_whole_and_in_pieces(n, packed):
     layer, x = Convolution(6, n).double(), torch.randn(2, 10, 2, 3, dtype=torch.float64, requires_grad=True)
     starts = resets(10) if packed else torch.zeros(2, 10, dtype=torch.bool)
     expected, dy = convolve_in_a_loop(x, layer.weight, starts), torch.randn(2, 10, 2, 3, dtype=torch.float64)
-    wanted = torch.autograd.grad(expected, (x, layer.weight), dy)
+    expected_gradients = torch.autograd.grad(expected, (x, layer.weight), dy)
     for lengths in ((10,), (3, 1, 6), (1,) * 10):
         outputs, recent, begin = [], None, 0
         for length in lengths:
@@ -50,8 +50,8 @@ def test_it_is_the_loop_whole_and_in_pieces(n, packed):
             begin += length
         y = torch.cat(outputs, 1)
         assert torch.allclose(y, expected, atol=1e-12)
-        found = torch.autograd.grad(y, (x, layer.weight), dy)
-        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, wanted))
+        grads = torch.autograd.grad(y, (x, layer.weight), dy)
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(grads, expected_gradients))
 
 
 def small(attention, **settings):
@@ -96,24 +96,24 @@ def test_it_has_every_derivative_of_torch():
     def loss(x, weight=layer.weight, starts=resets(8)):
         return torch.func.functional_call(layer, {"weight": weight}, (x, starts)).square().sum()
 
-    wanted = torch.autograd.grad(loss(x), (x, layer.weight))
+    expected = torch.autograd.grad(loss(x), (x, layer.weight))
     direction = torch.randn_like(x)
-    assert torch.allclose(torch.func.jvp(loss, (x,), (direction,))[1], (wanted[0] * direction).sum())
-    assert torch.allclose(torch.func.grad(loss)(x), wanted[0]) and torch.func.functionalize(loss)(x) == loss(x)
+    assert torch.allclose(torch.func.jvp(loss, (x,), (direction,))[1], (expected[0] * direction).sum())
+    assert torch.allclose(torch.func.grad(loss)(x), expected[0]) and torch.func.functionalize(loss)(x) == loss(x)
     batched = torch.autograd.grad(loss(x), layer.weight, torch.tensor([1.0, 2.0]).double(), is_grads_batched=True)[0]
-    assert torch.allclose(batched, torch.stack((wanted[1], 2 * wanted[1])))
+    assert torch.allclose(batched, torch.stack((expected[1], 2 * expected[1])))
     assert torch.autograd.gradgradcheck(loss, (x, layer.weight))
 
 
 @pytest.mark.parametrize("frozen", ["weight", "input"])
 def test_what_is_frozen_has_no_gradient_and_keeps_nothing(frozen):
-    layer, x, kept = Convolution(6, 3), torch.randn(1, 50, 2, 3, requires_grad=frozen == "weight"), []
+    layer, x, sizes = Convolution(6, 3), torch.randn(1, 50, 2, 3, requires_grad=frozen == "weight"), []
     layer.weight.requires_grad_(frozen != "weight")
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         y = layer(x)
     y.sum().backward()
     assert (x.grad is None, layer.weight.grad is None) == (frozen == "input", frozen == "weight")
-    assert max(kept) == (layer.weight.numel() if frozen == "weight" else x.numel())
+    assert max(sizes) == (layer.weight.numel() if frozen == "weight" else x.numel())
 
 
 def test_it_has_the_dtype_of_its_input():

@@ -20,7 +20,7 @@ def kernel(monkeypatch):
 
     def switch(on):
         reason = lambda form, device, dtype: uses.append(dtype) or "" if on else "off"
-        reason._dynamo_marked_constant = True  # as that of dispatch.py
+        reason._dynamo_marked_constant = True  # like dispatch.py's
         monkeypatch.setattr(loss, "why_not", reason)
         uses.clear()
         return uses
@@ -39,7 +39,7 @@ def test_where_the_kernel_cannot_run_one_line_says_so(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_entry_whose_exponential_would_overflow_comes_late(dtype, kernel):
-    """Later blocks of a row may raise what exponents are relative to, twice; so may a first block of -inf."""
+    """Later blocks of a row may raise the reference of exponents, twice; so may a block after one of -inf."""
     kernel(True)
     logits, targets = 3 * torch.randn(5, 3100), torch.tensor([7, 1500, 2999, 3050, 2500])
     logits[:2, 1500], logits[1:3, 2999], logits[3, :1024], logits[4, 2000:] = 1e3, 3e4, float("-inf"), 70.0

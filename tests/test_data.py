@@ -72,7 +72,7 @@ def test_a_crash_between_a_shard_and_its_record_mixes_no_datasets(tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "set", fail_at=1)
     with monkeypatch.context() as patch, pytest.raises(OSError):  # another dataset, with a shard of the same size
-        record = lambda path, meta: full() if meta["units"] else write_meta(path, meta)  # no room for that of a shard
+        record = lambda path, meta: full() if meta["units"] else write_meta(path, meta)  # no room for a shard's
         patch.setattr(shards, "write_meta", record)
         write(tmp_path / "set", train=(5, 1), first=1)
     write(tmp_path / "set")

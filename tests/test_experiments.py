@@ -119,8 +119,8 @@ def test_a_foreign_context_is_another_projects_and_the_scored_tokens_stay(source
     texts = find_texts(dataset, 512, 9, 0)
     assert differences == len(texts) * [3.0] and len(texts_read) == 2 * len(texts)
     own = [(project, read_tokens(dataset, start, 512)[0]) for project, start in texts]
-    for (project, _), (inputs, targets), (foreign, same) in zip(texts, texts_read[::2], texts_read[1::2]):
-        assert torch.equal(targets, same) and torch.equal(inputs[:, -192:], foreign[:, -192:])
+    for (project, _), (inputs, targets), (foreign, foreign_targets) in zip(texts, texts_read[::2], texts_read[1::2]):
+        assert torch.equal(targets, foreign_targets) and torch.equal(inputs[:, -192:], foreign[:, -192:])
         beginnings = [name for name, ids in own if torch.equal(ids[:, :320], foreign[:, :320])]
         assert beginnings and project not in beginnings
 
@@ -154,8 +154,8 @@ def test_a_table_names_the_corpus_and_mixes_no_two(refused):
     columns = [("tokens", report.tokens_cell), ("loss", report.loss_cell), ("none", lambda row: None)]
     lines = table("T", columns, entries).splitlines()
     assert lines[0] == "**T** (here abc)" and lines[5] == "| two | 1,000 (2.5 epochs) | 1.0000 | - |"
-    other = [*entries, entry("three", 1.0, corpus="other")]
-    message = refused(helpers.call, lambda: table("T", columns, other))
+    mixed = [*entries, entry("three", 1.0, corpus="other")]
+    message = refused(helpers.call, lambda: table("T", columns, mixed))
     assert "different corpora are not put into one table: here abc, here other" in message
 
 
@@ -402,9 +402,9 @@ def follow_plan(experiment, size, best_place):
     Beyond 8 its loss is higher by 1.
     """
     records, stages = {}, []
-    while asked := [run for run in experiment.plan(size) if not run.find(records)]:
-        stages.append([run.name for run in asked])
-        for run in asked:
+    while missing := [run for run in experiment.plan(size) if not run.find(records)]:
+        stages.append([run.name for run in missing])
+        for run in missing:
             place = best_place(run.name.rpartition(", ")[0])
             loss = (place > 8) + abs(math.log(run.settings.get("learning_rate", 1) / (1.2e-3 * place)))
             records[run.folder] = dict(
@@ -426,9 +426,9 @@ def test_each_contender_gets_seeds_at_its_best_rate_and_the_closest_ones_get_fiv
     rates = [f"{name}, lr {rate:g}" for name in names for rate in recipe.RATES]
     assert first == rates + [f"{name}, speed" for name in names]
     edges = [f"{name}, lr {'0.0024' if name == 'forgetting' else '0.0192'}" for name in names]
-    near = [f"{name}, lr {'0.0048' if name == 'forgetting' else '0.0096'}" for name in names if name != "sympow p=2"]
-    counts = [4 if name.rpartition(", ")[0] in recipe.CLOSEST else 2 for name in near]
-    assert stages == [edges, [name for name, count in zip(near, counts) for _ in range(count)]]
+    best = [f"{name}, lr {'0.0048' if name == 'forgetting' else '0.0096'}" for name in names if name != "sympow p=2"]
+    counts = [4 if name.rpartition(", ")[0] in recipe.CLOSEST else 2 for name in best]
+    assert stages == [edges, [name for name, count in zip(best, counts) for _ in range(count)]]
 
 
 def test_long_texts_take_equal_seconds_in_both_ways_and_are_read_at_once(tmp_path):
@@ -471,8 +471,8 @@ def test_softmax_that_forgets_reads_on_and_trains_all_weights(monkeypatch):
             parameter += 0.1 * torch.randn_like(parameter)
     ids = torch.randint(100, (2, 40))
     _, state = model.hidden(ids, model.empty_state(2))
-    again = model.hidden(ids, state)[0]
-    assert (model.logits(again) - model(ids.repeat(1, 2))[0][:, 40:]).abs().max() < 1e-9
+    x = model.hidden(ids, state)[0]
+    assert (model.logits(x) - model(ids.repeat(1, 2))[0][:, 40:]).abs().max() < 1e-9
     model(ids[:, :-1], ids[:, 1:])[1].backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
 
@@ -538,5 +538,5 @@ def test_numbers_in_the_tables_of_the_results_are_those_of_the_records(title):
     assert len(numbers) > 5
     for number in numbers:
         error = 501 if number.endswith("000") else 0.5001 * 10.0 ** -len(number.partition(".")[2])
-        same = [x for x in recorded if min(abs(x - float(number)), abs(x / 1e6 - float(number))) <= error]
-        assert same, f"{number} is in no record of {title}"
+        matches = [x for x in recorded if min(abs(x - float(number)), abs(x / 1e6 - float(number))) <= error]
+        assert matches, f"{number} is in no record of {title}"

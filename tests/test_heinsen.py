@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import raises_one_line
-from numerics import DEVICE, Largest, relative_error
+from numerics import DEVICE, Largest, gradients, relative_error
 
 from sympow.attention import ATTENTIONS, LogState, PowerState, heinsen
 from sympow.attention.operator import check, heinsen_forms
@@ -341,15 +341,10 @@ def test_arguments_that_do_not_fit_are_refused_in_one_line(arguments, message):
 def test_log_x_and_its_gradients_equal_the_recurrence(T, has_resets, dtype, tolerance):
     make = lambda *shape: torch.randn(*shape).to(dtype)
     tensors = [torch.nn.functional.logsigmoid(3 * make(2, T, 3)), make(2, T, 3), make(2, 3)]
-    resets, dy = torch.rand(2, T) < 0.1 if has_resets else None, make(2, T, 3)
-
-    def results(recurrence, dtype):
-        a, b, first = leaves = [x.to(dtype).requires_grad_() for x in tensors]
-        y = recurrence(a, b, resets=resets, log_x=first)
-        return [y, *torch.autograd.grad(y, leaves, dy.to(dtype))]
-
-    in_parallel = lambda a, b, resets, log_x: log_recurrence(a, b, log_x, resets)
-    for x, reference in zip(results(in_parallel, dtype), results(naive.positions, torch.float64)):
+    resets = torch.rand(2, T) < 0.1 if has_resets else None
+    results = gradients(lambda a, b, first: log_recurrence(a, b, first, resets), tensors)
+    one_by_one = lambda a, b, first: naive.positions(a, b, resets=resets, log_x=first)
+    for x, reference in zip(results, gradients(one_by_one, tensors, to=torch.Tensor.double)):
         assert x.dtype == dtype and relative_error(x, reference, 0) <= tolerance
 
 

@@ -29,7 +29,7 @@ def short_chunks(monkeypatch, kernels):  # noqa: F811
 
 
 def starts_of(documents):
-    """Return resets [B, T] of the numbers of documents, of which a state has 0."""
+    """Return resets [B, T] of the numbers of documents; a state is of number 0."""
     documents = torch.tensor(documents, device=DEVICE)
     return documents.diff(dim=1, prepend=torch.zeros_like(documents[:, :1])) > 0
 
@@ -128,7 +128,7 @@ def test_views_and_gradients_that_are_expanded_or_transposed():
         assert not gradient.is_contiguous()
         views = fused.split(2, 2)
         computed, expected = results(views, gradient), results([x.contiguous() for x in views], gradient.contiguous())
-        # other strides are other code on a GPU, whose sums may be in another order
+        # other strides are other code on a GPU, with sums in another order
         assert_close(computed.values(), expected.values(), 1e-5)
 
 

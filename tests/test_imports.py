@@ -71,7 +71,7 @@ FILES = files()
 
 def find(path):
     """Return the name of the file that `import` loads for a path without a suffix, or of a folder without __init__.py;
-    None if there is none. What lies behind a link has the name that it has beside sympow/."""
+    None if there is none. A file behind a link has its name beside sympow/."""
     for candidate in (path / "__init__.py", path.with_suffix(".py"), path):
         if candidate.exists():
             return candidate.resolve().relative_to(ROOT).as_posix()
@@ -87,7 +87,7 @@ def parse(name):
 def imports(name):
     """Return [(file or folder that is imported or None, name imported from it or "", level, line)] of a file's imports
     of this repository; `from package import file` imports the file."""
-    found = []
+    imported = []
     for node in parse(name):
         if isinstance(node, ast.Import):
             entries = [(alias.name, "", 0) for alias in node.names]
@@ -95,15 +95,15 @@ def imports(name):
             entries = [(node.module or "", alias.name, node.level) for alias in node.names]
         else:
             entries = []
-        for module, what, level in entries:
+        for module, attribute, level in entries:
             top, *_ = module.split(".")
             if level or top == "sympow":
                 path = (FILES[name].parents[level - 1] if level else ROOT).joinpath(*module.split("."))
-                file = what and find(path / what)
-                found.append((file or find(path), "" if file else what, level, node.lineno))
+                file = attribute and find(path / attribute)
+                imported.append((file or find(path), "" if file else attribute, level, node.lineno))
             elif top in ALLOWED:  # which makes a second copy of the module
-                found.append((None, module, level, node.lineno))
-    return found
+                imported.append((None, module, level, node.lineno))
+    return imported
 
 
 def targets(name):
@@ -179,14 +179,14 @@ def test_every_room_has_rules_and_a_link_by_which_it_is_imported():
 
 def test_every_import_is_found_by_its_path():
     """And what is imported from a file in that file: a function, a class, a variable or an import."""
-    wrong = []
+    errors = []
     for name in FILES:
-        for target, what, _, line in imports(name):
-            nodes = parse(target) if what and target in FILES else []
+        for target, attribute, _, line in imports(name):
+            nodes = parse(target) if attribute and target in FILES else []
             names = {getattr(node, "asname", None) or getattr(node, "name", getattr(node, "id", "")) for node in nodes}
-            if target is None or (what and not {what, "__getattr__"} & names):
-                wrong.append(f"{name}:{line} imports {what} from {target}")
-    assert not wrong
+            if target is None or (attribute and not {attribute, "__getattr__"} & names):
+                errors.append(f"{name}:{line} imports {attribute} from {target}")
+    assert not errors
 
 
 def test_a_room_is_above_those_that_it_imports():
@@ -212,17 +212,17 @@ def test_no_file_imports_itself_in_a_circle():
 
 @pytest.mark.parametrize("name", FILES)
 def test_nothing_private_is_imported(name):
-    wrong = [
-        f"{name}:{line} imports {what} from {target}"
-        for target, what, _, line in imports(name)
-        if what.startswith("_") and what != "__version__"
+    errors = [
+        f"{name}:{line} imports {attribute} from {target}"
+        for target, attribute, _, line in imports(name)
+        if attribute.startswith("_") and attribute != "__version__"
     ]
-    modules = {Path(target).stem for target, what, *_ in imports(name) if target and not what}
+    modules = {Path(target).stem for target, attribute, *_ in imports(name) if target and not attribute}
     for node in parse(name):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             if node.attr.startswith("_") and not node.attr.startswith("__"):
-                wrong.append(f"{name}:{node.lineno} uses {node.value.id}.{node.attr}")
-    assert not wrong
+                errors.append(f"{name}:{node.lineno} uses {node.value.id}.{node.attr}")
+    assert not errors
 
 
 def scripts():
@@ -248,20 +248,20 @@ def test_rooms_import_each_other_by_relative_paths():
     """Then a path leads from file to file without a link. What is run by its path, or copied, has full names."""
     by_full_names = {*scripts(), "sympow/modeling.py"}
     names = [name for name in FILES if name not in by_full_names and room_of(name) not in ("bench", "experiments")]
-    wrong = [
+    errors = [
         f"{name}:{line} imports {target} by its full name"
         for name in names
         for target, level, line in targets(name)
         if not level and not target.startswith("sympow/")
     ]
-    assert not wrong
+    assert not errors
 
 
 def test_no_library_imports_a_script():
     programs = scripts() | {"kernels/tune.py"}
     libraries = [name for name in FILES if name not in programs and room_of(name) not in ("bench", "experiments")]
-    wrong = [f"{name} imports {target}" for name in libraries for target, *_ in targets(name) if target in programs]
-    assert len(programs) == 12 and not wrong
+    errors = [f"{name} imports {target}" for name in libraries for target, *_ in targets(name) if target in programs]
+    assert len(programs) == 12 and not errors
 
 
 BARE = """

@@ -21,10 +21,10 @@ from sympow.attention.operator import check
 def uses_of_none(source):
     """Return "function: line" for each None in a @triton.jit function of `source` that not every Triton takes.
 
-    None may be a default, an index, what something is compared with, and an option of tl.range. A name that is compared
+    None may be a default, an index, a side of a comparison, and an option of tl.range. A name that is compared
     with None may not be what a function returns, nor a part of that.
     """
-    found = []
+    uses = []
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef) or "jit" not in "".join(map(ast.unparse, function.decorator_list)):
             continue
@@ -44,8 +44,8 @@ def uses_of_none(source):
         for node in ast.walk(function):
             none = isinstance(node, ast.Constant) and node.value is None
             if none and not any(node is x for x in allowed) or node in returned and ast.unparse(node) in maybe_none:
-                found.append(f"{function.name}: {ast.unparse(node)} in line {node.lineno}")
-    return found
+                uses.append(f"{function.name}: {ast.unparse(node)} in line {node.lineno}")
+    return uses
 
 
 @pytest.mark.parametrize("path", support.source_files(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -54,7 +54,7 @@ def test_every_triton_compiles_what_the_kernels_do_with_none(path):
 
 
 @pytest.mark.parametrize(
-    "body,found",
+    "body,count",
     [
         ("return x if G is None else x + tl.load(G)", 0),
         ("return x[:, None] + x[None]", 0),
@@ -68,9 +68,9 @@ def test_every_triton_compiles_what_the_kernels_do_with_none(path):
         ("y = 0 if G is None else 1\n    return y, G", 1),
     ],
 )
-def test_a_none_that_some_triton_refuses_is_found(body, found):
+def test_a_none_that_some_triton_refuses_is_found(body, count):
     source = f"def plain():\n    return None\n\n@triton.jit(x=1)\ndef kernel(x, C, G=None):\n    {body}\n"
-    assert len(uses_of_none(source)) == found
+    assert len(uses_of_none(source)) == count
 
 
 def test_an_edit_in_any_room_is_compiled_and_compared_again(tmp_path, monkeypatch):

@@ -215,7 +215,7 @@ def test_flops_of_a_token_are_those_of_its_weights_and_of_each_layers_attention(
     assert model.flops_per_token(4096) == weights + sum(attention)
 
 
-PAIR = 6 * 4 * 8  # the FLOPs of a pair of tokens, of which a token has half of the context on average
+PAIR = 6 * 4 * 8  # FLOPs of a token for each token of the context; it sees half of them on average
 
 
 @pytest.mark.parametrize(

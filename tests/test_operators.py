@@ -1,4 +1,4 @@
-"""The table of operators in attention/operator/check.py, rows of any width, and what the kernels do not take."""
+"""The table of operators in attention/operator/check.py, rows of any width, and sizes that the kernels do not take."""
 
 import pytest
 import torch

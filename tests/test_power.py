@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import raises_one_line
-from numerics import GATES, relative_error
+from numerics import GATES, gradients, relative_error
 from test_combinations import assert_equals_float64
 
 from sympow.attention import heinsen_attention, naive, power
@@ -153,10 +153,10 @@ def test_rows_before_a_larger_key_do_not_depend_on_it(p, gates):
     q, k, v, log_g = floats(40, p, gates)
     larger = torch.cat((k[:, :26], 2.0**27 * k[:, 26:]), 1)
     ref = oracle64((q, larger, v, log_g), p)
-    for (form, y), (_, found) in zip(each_form(q, k, v, log_g, p), each_form(q, larger, v, log_g, p)):
-        assert torch.equal(found[:, :26], y[:, :26]), form
-        if form != "generation" or p < 6:  # whose state does not hold the eighth power
-            assert relative_error(found[:, 26:], ref[:, 26:], 1e-3) < 1e-4, form
+    for (form, y), (_, changed) in zip(each_form(q, k, v, log_g, p), each_form(q, larger, v, log_g, p)):
+        assert torch.equal(changed[:, :26], y[:, :26]), form
+        if form != "generation" or p < 6:  # its state does not hold the eighth power
+            assert relative_error(changed[:, 26:], ref[:, 26:], 1e-3) < 1e-4, form
 
 
 @pytest.mark.parametrize("small", [0.0, 2.0**-90])
@@ -171,7 +171,7 @@ def test_rows_that_see_only_zero_or_tiny_keys_are_finite_and_without_weight_zero
     without = [5] if small else [0, 1, 2, 5]
     for form, y in each_form(q, k, v, log_g, p):
         assert (y[:, without] == 0).all(), form
-        if form == "generation":  # whose state holds p-th powers of keys as they are
+        if form == "generation":  # its state holds p-th powers of keys as they are
             assert y[:, :24].isfinite().all()
             continue
         assert relative_error(y, ref, 1e-3) < 1e-4, form
@@ -340,8 +340,8 @@ def test_torch_compile_takes_settings_from_outside_and_has_a_graph_for_a_number_
 @pytest.mark.parametrize("p,n", [(2, 12), (4, 5)])
 def test_sums_before_the_division(p, n):
     q, k, v, log_g = inputs(12, p, "zeros")
-    q = (q * torch.logspace(-3, 3, 12, dtype=q.dtype)[:, None, None])[:, -n:].detach().requires_grad_()
-    leaves, results = [q, k, v, log_g], []
+    q = (q * torch.logspace(-3, 3, 12, dtype=q.dtype)[:, None, None])[:, -n:]
+    leaves = [q, k, v, log_g]
 
     def naive_sums(q, k, v, log_g, *, p, scale):
         decay = naive.gate_products(log_g.exp())[0][:, :, -n:].repeat_interleave(2, dim=1)
@@ -349,9 +349,7 @@ def test_sums_before_the_division(p, n):
         w = decay * (scale * torch.einsum("bihd,bjhd->bhij", q, k)) ** p
         return torch.einsum("bhij,bjhe->bihe", w, v), w.sum(-1).transpose(1, 2)
 
-    for compute in (power_attention_sums, naive_sums):
-        num, den = compute(*leaves, p=p, scale=0.3)
-        results.append([num, den, *torch.autograd.grad(num.tanh().sum() + den.tanh().sum(), leaves)])
+    results = (gradients(partial(sums, p=p, scale=0.3), leaves) for sums in (power_attention_sums, naive_sums))
     assert all(relative_error(a, b, 1e-9) < 1e-10 for a, b in zip(*results))
     y = power_attention(q, k, v, log_g, p=p)
     num, den = power_attention_sums(*(x.half() for x in leaves[:3]), log_g.float(), p=p)
@@ -359,22 +357,22 @@ def test_sums_before_the_division(p, n):
 
 
 def test_the_gpu_of_the_tensors_is_asked_not_the_current_one(monkeypatch):
-    asked, second = [], torch.device("cuda", 1)
+    devices, second = [], torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 if device == second else 7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    monkeypatch.setattr(check, "compare", lambda sizes, device: asked.append(device) or "")
+    monkeypatch.setattr(check, "compare", lambda sizes, device: devices.append(device) or "")
     monkeypatch.setattr(dispatch, "_warned", set())
     chosen = lambda device: dispatch.plan(Problem(64, 64, 64, 4, torch.bfloat16, device, gated=False))
-    assert check.compare_plans([chosen(second)], torch.bfloat16, second, 64) == "" and asked.pop() == second
+    assert check.compare_plans([chosen(second)], torch.bfloat16, second, 64) == "" and devices.pop() == second
     with pytest.warns(UserWarning, match="GPU .they take compute capability 8.0"):
         assert not chosen(torch.device("cuda", 0)).on_kernels and not chosen("cuda").on_kernels
 
-    ask = lambda problem, *x, **options: asked.append(problem.device) or dispatch.plan(problem, *x, **options)
+    ask = lambda problem, *x, **options: devices.append(problem.device) or dispatch.plan(problem, *x, **options)
     monkeypatch.setattr(power, "plan", ask)
     for function in (power_attention, power_attention_sums):
         function(*inputs(5, 2, "none")[:3])
-        assert asked.pop() == torch.device("cpu")
+        assert devices.pop() == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -386,8 +384,8 @@ def test_a_state_comes_before_the_quadratic_kernels(p, form, dtype, queries, mon
     """Sums over pairs on the kernels, which the interpreter runs, and what is read from the state in PyTorch."""
     operators = pytest.importorskip("sympow.kernels.operators", reason="Triton has no wheel for this system")
     monkeypatch.setattr(dispatch, "why_not", lambda form, device, dtype, *sizes: "no" * (form == "chunked"))
-    asked, real = [], operators.quadratic_sums
-    monkeypatch.setattr(operators, "quadratic_sums", lambda *x, **o: asked.append(x[0].dtype) or real(*x, **o))
+    dtypes, real = [], operators.quadratic_sums
+    monkeypatch.setattr(operators, "quadratic_sums", lambda *x, **o: dtypes.append(x[0].dtype) or real(*x, **o))
     monkeypatch.setattr(forms, "FEATURES_AT_ONCE", 1)  # the state is read token by token
 
     def scale(tensors):
@@ -401,4 +399,4 @@ def test_a_state_comes_before_the_quadratic_kernels(p, form, dtype, queries, mon
     sizes = dict(T=24, D=3, E="wider", heads=(4, 2), batch=2)
     settings = dict(p=p, form=form, gates="zeros", state="both", gradient="of both", queries=queries, dtype=dtype)
     assert_equals_float64(limit, scale, **settings, **sizes)
-    assert asked == 2 * [torch.bfloat16 if dtype == "bfloat16" else torch.float32]
+    assert dtypes == 2 * [torch.bfloat16 if dtype == "bfloat16" else torch.float32]

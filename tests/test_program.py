@@ -60,11 +60,11 @@ def test_help_is_shown_without_docstrings(program, monkeypatch, capsys):
     assert call(program.main, "--help") == 0 and "--help" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("given,policy", [(None, "passive"), ("active", "active")])
+@pytest.mark.parametrize("setting,policy", [(None, "passive"), ("active", "active")])
 @pytest.mark.parametrize("program", ["train.py", "sample.py", "evaluate.py", "-m experiments.measure"])
-def test_waiting_threads_sleep_in_a_program_unless_the_user_has_said_otherwise(program, given, policy, tmp_path):
+def test_waiting_threads_sleep_in_a_program_unless_the_user_has_said_otherwise(program, setting, policy, tmp_path):
     (tmp_path / "torch.py").write_text("import os, sys; sys.exit(os.environ['OMP_WAIT_POLICY'])")
-    environment = {"OMP_WAIT_POLICY": given, "PYTHONPATH": str(tmp_path)}
+    environment = {"OMP_WAIT_POLICY": setting, "PYTHONPATH": str(tmp_path)}
     assert run(*program.split(), cwd=ROOT, env=environment, check=False).stderr == f"{policy}\n"
 
 

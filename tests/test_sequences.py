@@ -1,4 +1,4 @@
-"""Packed sequences: cu_seqlens gives what each sequence alone does, in every form, with states in and out.
+"""Packed sequences: with cu_seqlens each sequence is computed as it is alone, in every form, with states in and out.
 
 The kernels in Triton's interpreter, with TEST_GPU=1 on the GPU; test_combinations.py compares all forms with float64.
 """
@@ -39,22 +39,22 @@ def results(attend, x, **options):
 
 def packed(q, k, v, log_g, S, z, return_state=True, **options):
     state = None if S is None else PowerState(S, z)
-    found = power_attention(q, k, v, log_g, initial_state=state, return_state=return_state, **options)
-    return (found[0], *found[1]) if return_state else (found,)
+    output = power_attention(q, k, v, log_g, initial_state=state, return_state=return_state, **options)
+    return (output[0], *output[1]) if return_state else (output,)
 
 
-def assert_close(found, expected, limit):
+def assert_close(values, expected, limit):
     """Compare what two calls of `results` return."""
-    assert found.keys() == expected.keys()
+    assert values.keys() == expected.keys()
     for name, r in expected.items():
-        error = relative_error(found[name], r, 1e-3)
+        error = relative_error(values[name], r, 1e-3)
         assert error <= limit, f"{name}: error {error:.1e}"
 
 
-def assert_near_float64(found, x, **options):
+def assert_near_float64(values, x, **options):
     """Compare what `results` returns of the kernels with the same inputs in float64, in PyTorch."""
     exact = {name: t if t is None else t.double() for name, t in x.items()}
-    assert_close(found, results(packed, exact, **options), 1e-4)
+    assert_close(values, results(packed, exact, **options), 1e-4)
 
 
 LENGTHS = [3, 0, 1, 4, 0]
@@ -89,9 +89,9 @@ PACKED = [
 @pytest.mark.parametrize("lengths,gates,state,p", PACKED)
 def test_with_states_the_kernels_compute_each_sequence_alone(lengths, gates, state, p, on_kernels):
     cu_seqlens, x = make(lengths, gates, heads=(1, 1), p=p, state=state)
-    found = results(packed, x, p=p, cu_seqlens=cu_seqlens, form="chunked", chunk_size=128)
+    values = results(packed, x, p=p, cu_seqlens=cu_seqlens, form="chunked", chunk_size=128)
     assert on_kernels == ["chunked_attention"] * sum(n > 0 for n in lengths)
-    assert_near_float64(found, x, p=p, cu_seqlens=cu_seqlens, form="quadratic")
+    assert_near_float64(values, x, p=p, cu_seqlens=cu_seqlens, form="quadratic")
 
 
 def test_states_of_sequences_whose_lengths_cannot_be_read_are_refused(monkeypatch):
@@ -105,9 +105,9 @@ def test_states_of_sequences_whose_lengths_cannot_be_read_are_refused(monkeypatc
 def test_without_states_packed_sequences_are_computed_at_once(form, gates, on_kernels):
     lengths = [64, 0, 37, 30, 0]
     cu_seqlens, x = make(lengths, gates, heads=(1, 1), state=False)
-    found = results(packed, x, cu_seqlens=cu_seqlens, form=form, return_state=False)
+    values = results(packed, x, cu_seqlens=cu_seqlens, form=form, return_state=False)
     assert on_kernels == [f"{form}_attention"]
-    assert_near_float64(found, x, cu_seqlens=cu_seqlens, return_state=False)
+    assert_near_float64(values, x, cu_seqlens=cu_seqlens, return_state=False)
 
 
 def test_short_sequences_take_the_quadratic_form_and_long_ones_chunks(monkeypatch):
@@ -124,15 +124,15 @@ def test_short_sequences_take_the_quadratic_form_and_long_ones_chunks(monkeypatc
 
 def test_lengths_are_read_once(monkeypatch):
     gc.collect()
-    before, reads, read = len(sequences.known_lengths), [], sequences.read_lengths
+    count, reads, read = len(sequences.known_lengths), [], sequences.read_lengths
     monkeypatch.setattr(sequences, "read_lengths", lambda x: reads.append(1) or read(x))
     cu_seqlens = torch.tensor([0, 2, 5])
     assert [sequences.sequence_lengths(cu_seqlens, 5) for _ in range(3)] == 3 * [(2, 3)] and len(reads) == 1
     cu_seqlens[1] = 4
     assert sequences.sequence_lengths(cu_seqlens, 5) == (4, 1) and len(reads) == 2
-    assert len(sequences.known_lengths) == before + 1
+    assert len(sequences.known_lengths) == count + 1
     del cu_seqlens
-    assert len(sequences.known_lengths) == before
+    assert len(sequences.known_lengths) == count
     with torch.inference_mode():
         assert sequences.sequence_lengths(torch.tensor([0, 1]), 1) == (1,)
 

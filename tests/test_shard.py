@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -133,12 +134,10 @@ def test_a_part_has_the_same_bytes_in_any_order_of_its_tensors(tmp_path):
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
 
 
-def test_what_a_sharded_model_does_not_take_is_refused(capsys):
+def test_what_a_sharded_model_does_not_take_is_refused(refused):
     layout = Layout(types.SimpleNamespace(rank=0, world=2, master=True, distributed=True), shard=True)
-    with pytest.raises(SystemExit) as refused:
-        layout.check(types.SimpleNamespace(backend="gloo"), torch.device("cuda"))
-    assert refused.value.code == 2
-    assert "shard=True needs backend=nccl on GPUs, got backend=gloo" in capsys.readouterr().err
+    check = partial(layout.check, types.SimpleNamespace(backend="gloo"), torch.device("cuda"))
+    assert "shard=True needs backend=nccl on GPUs, got backend=gloo" in refused(call, check)
 
 
 # functions for several ranks, each in a process

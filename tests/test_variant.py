@@ -96,16 +96,16 @@ TWO = [f"sympow,{second}" for second in ("softmax", "even_power", "sympow_gating
 )
 @torch.inference_mode()
 def test_generating_equals_stepping_through_the_model_and_its_forward_pass(attention, switch_over):
-    model, whole = tiny(attention, reset_token=7), []
+    model, stepped = tiny(attention, reset_token=7), []
     logits, state = model.read(torch.tensor([PROMPT], device=DEVICE), model.empty_state(1, switch_over))
     for _ in range(40):
         ids = logits.argmax(-1)
-        whole.append(ids.item())
+        stepped.append(ids.item())
         logits, state = model.step(ids, state)
-    (found,) = zip(*generate(model, PROMPT, max_new_tokens=40, temperature=0.0, switch_over=switch_over))
-    assert list(found) == whole
-    logits, _ = model(torch.tensor([PROMPT + whole], device=DEVICE))  # and the parallel forward pass
-    assert logits[0, len(PROMPT) - 1 : -1].argmax(-1).tolist() == whole
+    (generated,) = zip(*generate(model, PROMPT, max_new_tokens=40, temperature=0.0, switch_over=switch_over))
+    assert list(generated) == stepped
+    logits, _ = model(torch.tensor([PROMPT + stepped], device=DEVICE))  # and the parallel forward pass
+    assert logits[0, len(PROMPT) - 1 : -1].argmax(-1).tolist() == stepped
 
 
 @pytest.mark.parametrize("attention", [*REGISTERED, TWO[0]])
@@ -117,10 +117,10 @@ def test_a_state_is_repeated_sized_and_saved(attention, tmp_path):
     state_file.save_state(file, model, logits, state)
     _, loaded = state_file.load_state(file, model)
     twice = state.repeat(2)
-    for layer, again, two in zip(*(s.parts().values() for s in (state, loaded, twice))):
-        assert again.settings() == layer.settings() and type(again) is type(layer)
+    for layer, loaded_layer, two in zip(*(s.parts().values() for s in (state, loaded, twice))):
+        assert loaded_layer.settings() == layer.settings() and type(loaded_layer) is type(layer)
         for name, x in layer.tensors().items():
-            assert torch.equal(again.tensors()[name], x) and torch.equal(two.tensors()[name], torch.cat((x, x)))
+            assert torch.equal(loaded_layer.tensors()[name], x) and torch.equal(two.tensors()[name], torch.cat((x, x)))
     ids = torch.tensor([40], device=DEVICE)
     one, both = model.step(ids, loaded)[0], model.step(ids.expand(2), twice)[0]
     assert torch.allclose(one, both[:1], atol=1e-4) and torch.allclose(one, both[1:], atol=1e-4)
@@ -234,7 +234,7 @@ def mix_of(attention, **kwargs):
         ("even_power", {"p": 4}, True),
         ("softmax", {"rope_base": 9.0}, True),
         ("scaled", {}, False),
-        ("changed", {}, False),  # what the kernels do is not inherited
+        ("changed", {}, False),  # that the kernels do it is not inherited
     ],
 )
 def test_layers_decode_on_the_kernels_if_each_does_and_has_an_mlp(attention, kwargs, expected, monkeypatch):
