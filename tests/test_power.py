@@ -26,13 +26,13 @@ CHUNK = 16
 COMPUTED = [f for f in FORMS if f != "auto"]
 
 
-def inputs(T, p, gates, B=2, H=4, Hkv=2, D=4, E=6, with_state=False):
-    """Return q, k, v, log_g (or None), S0, z0 (or none) as float64 leaves."""
+def inputs(T, p, gates, H=4, Hkv=2, D=4, E=6, with_state=False):
+    """Return q, k, v, log_g (or None), S0, z0 (or none) of two sequences as float64 leaves."""
     generator = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)
-    tensors = [make(B, T, H, D), make(B, T, Hkv, D), make(B, T, Hkv, E), GATES[gates](make(B, T, Hkv))]
+    tensors = [make(2, T, H, D), make(2, T, Hkv, D), make(2, T, Hkv, E), GATES[gates](make(2, T, Hkv))]
     if with_state:
-        tensors += naive.state_after(make(B, 5, Hkv, D), make(B, 5, Hkv, E), p=p)
+        tensors += naive.state_after(make(2, 5, Hkv, D), make(2, 5, Hkv, E), p=p)
     return [x if x is None else x.requires_grad_() for x in tensors]
 
 
@@ -295,7 +295,7 @@ def test_a_state_that_does_not_fit_is_refused_with_its_bytes():
 
 @pytest.mark.parametrize("form", COMPUTED)
 def test_a_batch_of_nothing_gives_nothing(form):
-    tensors = inputs(20, 2, "learned", B=1)
+    tensors = inputs(20, 2, "learned")
     none = [x[:0] for x in tensors]
     y, state = power_attention(*none, form=form, chunk_size=CHUNK, return_state=True)
     assert y.shape == (0, 20, 4, 6) and state.S.shape == (0, 2, 10, 6)
