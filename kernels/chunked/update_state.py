@@ -41,6 +41,13 @@ def _column_features(x, s, K: tl.constexpr):
     return (x.reshape([4, 16, K]) * s[:, None, :]).reshape([64, K])
 
 
+@triton.jit
+def _add_tile(acc, x, v, x_of_head, scalars, TP, t, K: tl.constexpr):
+    """Return acc [64, D] plus the features x [64, K] times these scalars, times v [K, D]."""
+    s = tl.load(tile_of(x_of_head, scalars, TP, t))
+    return tl.dot(_column_features(x, s, K), v, acc, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["T", "CHUNK", "H", "HKV", "tiles"])
 def update_state_kernel(
     XT,
@@ -91,14 +98,10 @@ def update_state_kernel(
             else:
                 v = tl.load(values_of_head + (tl.cast(row, tl.int64) * TP + start) * D)
             x = tl.load(tile_of(x_of_head, slices, TP, t))
-            s0 = tl.load(tile_of(x_of_head, scalars, TP, t))
-            acc0 = tl.dot(_column_features(x, s0, K), v, acc0, input_precision=PRECISION)
-            s1 = tl.load(tile_of(x_of_head, scalars1, TP, t))
-            acc1 = tl.dot(_column_features(x, s1, K), v, acc1, input_precision=PRECISION)
-            s2 = tl.load(tile_of(x_of_head, scalars2, TP, t))
-            acc2 = tl.dot(_column_features(x, s2, K), v, acc2, input_precision=PRECISION)
-            s3 = tl.load(tile_of(x_of_head, scalars3, TP, t))
-            acc3 = tl.dot(_column_features(x, s3, K), v, acc3, input_precision=PRECISION)
+            acc0 = _add_tile(acc0, x, v, x_of_head, scalars, TP, t, K)
+            acc1 = _add_tile(acc1, x, v, x_of_head, scalars1, TP, t, K)
+            acc2 = _add_tile(acc2, x, v, x_of_head, scalars2, TP, t, K)
+            acc3 = _add_tile(acc3, x, v, x_of_head, scalars3, TP, t, K)
             wait_for_products(start)
     U = at_index(U, state, entries_of_state(tiles, P, M, D)) + number * (256 * D)
     to = tile_of(U, tl.arange(0, 64), D, tl.arange(0, D))
