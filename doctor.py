@@ -112,7 +112,10 @@ def last_line(error):
 
 
 def examine():
-    """Print what torch.utils.collect_env finds; return (problems, lines about what was tried)."""
+    """Print what torch.utils.collect_env finds; return (problems, lines about what was tried).
+
+    Nothing is printed where torch cannot be imported. The lines are for those without problems.
+    """
     if sys.version_info < PYTHON:
         return ["Python is too old: install Python 3.11 or later, remove .venv and run make env"], []
     try:

@@ -151,7 +151,7 @@ def set_up(argv, ranks, stack):
     plan.layout.connect(plan.device)
     resume = ranks.agree_on_checkpoint(plan.resume)
     if resume:  # now, since rank 0 alone knows which checkpoints are whole
-        folder.refuse_other_settings(cfg.out_dir, resume, plan.saved_settings, plan.settings)
+        folder.refuse_other_settings(cfg, resume, plan.saved_settings, plan.settings)
         refuse_moved_stages(cfg, checkpoint.read_progress(resume))
     if records:
         stack.enter_context(folder.start_folder(cfg, plan.settings, plan.dataset, resume, lock))

@@ -213,8 +213,8 @@ def report(entries, size):
         blocks += [rates_table("AdamW", earlier), best_table("The best rates, AdamW", earlier)]
     for name, entry in best_rates(tried).items():
         if sizes := entry.measured("size"):
-            points[name] = [sizes[0]["bytes"][1] / 1e6], [entry.loss]
-    labels = f"MB kept after {LONG // size.shrink:,} tokens", "validation loss at the best rate, nats a token"
+            points[name] = [sizes[0]["bytes"][-1] / 1e6], [entry.loss]
+    labels = f"MB kept after {MEMORY[-1] // size.shrink:,} tokens", "validation loss at the best rate, nats a token"
     return blocks, (points, labels) if points else None
 
 

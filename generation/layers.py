@@ -7,7 +7,7 @@ EMBEDDINGS. A layer is made from the State after the prompt, which it copies int
     softmax    a KV cache with room for all tokens; in a window for its own and WINDOW_SPARE more
     heinsen    the state
 
-and the decoder asks it, whatever it is, for
+attention/state.py's CachePolicy decides how many tokens these are. The decoder asks a layer, whatever it is, for
 
     step()                           launch the attention of one token, from x to y
     count_token()                    note that a token was read

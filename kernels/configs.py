@@ -1,16 +1,16 @@
 """Choose the tile sizes that a kernel runs with: from tables in the repository, never by timing at run time.
 
 Timing at the first call would make users wait, and would choose differently from run to run and from rank to rank. The
-choice depends on the kernel, dtype, head dimension, p, gates and GPU alone. No entry depends on T, so a new length
-compiles nothing. There are two kinds of kernels:
+choice depends on the kernel, its form, dtype, head dimension, p, gates and GPU alone. No entry depends on T, so a new
+length compiles nothing. There are two kinds of kernels:
 
     forward, dq, dkdv (quadratic/),            sizes depend on the GPU: table.json has what `make tune` measured, by the
     update_state, query_state,                 GPU's name. Other GPUs with Hopper's compute capability have the H200's
     query_gradient (chunked/)                  entries. For all others, and for float32, SAFE has sizes for each class
                                                of GPUs, chosen by the registers, spills and shared memory of compiled
-                                               code (tests/targets.py prints these). So are the H200's for update_state
-                                               at D = 64, and at D = 16 for p = 4: products of 64 tokens. With
-                                               128, ptxas of Triton 3.7 to 3.9 serializes them (tests/sass.py).
+                                               code (tests/targets.py prints these). The H200's update_state was chosen
+                                               so too at D = 64, and for p = 4 at D = 16: it has products of 64 tokens,
+                                               since ptxas of Triton 3.7 to 3.9 serializes those of 128 (tests/sass.py).
     all others: heinsen/, decode/,             sizes are the same for every GPU: constants in the kernel's own file
     cross_entropy, gates, and
     prepare and discumsum (chunked/)

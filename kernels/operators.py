@@ -31,7 +31,7 @@ def quadratic_attention(q, k, v, log_g=None, *, p):
 
     q [B, n, H, D], of the last n of T tokens, k [B, T, Hkv, D], v [B, T, Hkv, E], bfloat16 or float32, log_g
     [B, T, Hkv] float32 or None, any strides, on one GPU; D and E are at most 256 (in float32 128), p is one of
-    kernels.POWERS. See `attention.power.power_attention` for their meaning.
+    support.POWERS. See `attention.power.power_attention` for their meaning.
     """
     (q, extra), E = pad_queries(q, k), v.shape[3]
     return _quadratic(*to_width("quadratic", q, k, v), log_g, p, 1.0, True)[0][:, extra:, :, :E]

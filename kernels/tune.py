@@ -1,4 +1,5 @@
-"""Measure tile sizes on the GPU at hand and write the best into the user's own table.
+"""Measure tile sizes on the GPU at hand and write the best into table.json, or as an installed package into a table of
+the user's own.
 
     python -m sympow.kernels.tune               # or: make tune; some minutes
     python -m sympow.kernels.tune --dry_run     # prints, writes nothing

@@ -2,7 +2,7 @@
 
     lock = lock_out_dir(cfg.out_dir)                                 # if it has a checkpoint, before one is chosen
     latest, saved = choose_checkpoint(cfg, thorough=True)            # refuses to mix or lose runs
-    refuse_other_settings(cfg.out_dir, latest, saved, settings)      # if there is a latest checkpoint
+    refuse_other_settings(cfg, latest, saved, settings)      # if there is a latest checkpoint
     with start_folder(cfg, settings, dataset, latest, lock):         # locked until the end
         ...
 
@@ -15,6 +15,7 @@ import math
 import os
 import socket
 import time
+from dataclasses import fields
 
 from sympow.code import TRAINING, short_hash, warn_of_changes
 from ..data.files import write_json
@@ -97,13 +98,14 @@ def _saved_settings(cfg):
     return None
 
 
-def refuse_other_settings(out_dir, latest, saved, settings):
+def refuse_other_settings(cfg, latest, saved, settings):
     """Refuse to resume a run if a setting differs from the saved ones that would change its steps.
 
     If only the code is another than for the steps up to the checkpoint `latest`, rank 0 prints a warning. A run that
-    began before GPTConfig had a field was trained with the field's default, which `saved` has.
+    began before there was a setting was trained with its default. `saved` has those of the model.
     """
     old, new = ({**values, **values["model"], "model": None} for values in (saved, settings))
+    old = {field.name: field.default for field in fields(cfg)} | old
     free = set(FREE)
     if new["schedule"] == "constant" or new["lr_decay_iters"]:  # then no rate depends on max_iters
         free |= {"max_iters"}
@@ -122,12 +124,12 @@ def refuse_other_settings(out_dir, latest, saved, settings):
         if changed == ["max_iters"]:
             reason = f" (on which the rates of schedule={new['schedule']} depend)"
         refuse(
-            f"{out_dir} was trained with {was}, now {now}{reason}: resume with what it was, choose another out_dir "
-            f"(--init_from={out_dir} begins it with these weights if they fit), or start anew with --init_from=scratch "
-            "--overwrite=True"
+            f"{cfg.out_dir} was trained with {was}, now {now}{reason}: resume with what it was, choose another out_dir "
+            f"(--init_from={cfg.out_dir} begins it with these weights if they fit), or start anew with "
+            "--init_from=scratch --overwrite=True"
         )
     if from_launcher("RANK") == 0:
-        warn_of_changes(f"{out_dir} was last trained with", starts.last_code(latest), TRAINING)
+        warn_of_changes(f"{cfg.out_dir} was last trained with", starts.last_code(latest), TRAINING)
 
 
 def start_folder(cfg, settings, dataset, latest, lock):

@@ -97,7 +97,8 @@ def run_tasks(tasks, model, limit):
     """Return {task or group: {metric: value}} for the results of load_tasks and load_model, with standard errors.
 
     A metric of another filter than "none" is called "metric,filter". Each task also has "samples", "num_fewshot" and
-    "version". limit: only so many documents of each task, or this share of them if it is below 1; 0: all.
+    "version". limit: only so many documents of each task, or this share of them if it is below 1; 0: all. Seeds torch's
+    random numbers. Raises DataError for texts that lm_eval cannot score with this model.
     """
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm_eval would fork this process, which has threads, for standard errors
     torch.manual_seed(DEFAULT_OTHER_SEED)

@@ -273,10 +273,10 @@ def check_positions(position_ids, seen, n_cached):
 
 
 def document_starts(position_ids, n, seen=None):
-    """Return [B or 1, n] bool, True where position_ids [B or 1, n] do not go on by one, or None if they do everywhere.
+    """Return [B or 1, n] bool, True where position_ids [B or 1, n] do not go on by one.
 
-    seen [B, n] bool or None: what stands behind or before padding begins no document. Raises ValueError for another
-    shape.
+    It may be None if they do everywhere. seen [B, n] bool or None: neither padding nor the token behind it begins a
+    document. Raises ValueError for another shape.
     """
     if position_ids.ndim != 2 or position_ids.shape[1] != n:
         raise ValueError(f"position_ids must be [B, {n}], got {[*position_ids.shape]}")

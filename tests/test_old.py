@@ -121,6 +121,15 @@ def test_an_old_run_does_not_go_on_with_another_value(old, dataset, argument, va
     )
 
 
+@pytest.mark.parametrize("missing", [[]])
+def test_a_setting_that_a_run_is_older_than_had_its_default(old, dataset, capsys):
+    """Settings of training, as of models: somebody adds a schedule's, and resumes runs that began before."""
+    write_json("run/config.json", without(read_json("run/config.json"), ["beta1", "decay_share"]))
+    assert go(dataset, *OF_MODEL, "--out_dir=run", "--beta1=0.8") == 2
+    assert "run was trained with beta1=0.9, now beta1=0.8" in refusal(capsys)
+    assert go(dataset, *OF_MODEL, "--max_iters=64", "--out_dir=run") == 0
+
+
 def read(model):
     """Return the logits [1, vocab_size] after PROMPT."""
     with torch.no_grad():

@@ -10,7 +10,8 @@
 
 z is not stored: den_t is xt_t^T Z xt_t, with Z = sum of decay k_s k_s^T (p = 4: of products of two entries). prepare.py
 brings rows to one magnitude first, gates.py makes the decays. The backward pass is the same steps: dS by `update_state`
-of q and dy and a `discumsum` from the end, dq and dk by `query_gradient`, dv by `query_state` of keys on dS.
+of q and dy and a `discumsum` from the end, dq and dk by `query_gradient`, dv by `query_state` of keys on dS, dlog_g by
+gates.py.
 
     name          shape                   dtype      saved for the backward pass
     l             [B, H, T padded]        float32    yes
