@@ -1,5 +1,6 @@
-"""The activations of the MLP, by their names in ACTIVATIONS: one of your own is a line there. The decoder's kernels
-know GELU and SwiGLU; with another activation a GPU generates with GPT.step.
+"""The activations of the MLP, by their names in ACTIVATIONS: one of your own is a line there, and its name stands in
+GATED if it makes one number of two. The decoder's kernels know GELU and SwiGLU; with another activation a GPU generates
+with GPT.step.
 
 Compiled for a GPU, the exact GELU takes fewer instructions than erf does.
 """
@@ -70,7 +71,7 @@ def swiglu(x):
 
 
 ACTIVATIONS = {"gelu": gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "swiglu": swiglu}  # gelu_tanh is GPT-2's
-GATED = {"swiglu"}  # those that make one number of two
+GATED = {"swiglu"}
 
 
 def mlp_widths(config):

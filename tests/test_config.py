@@ -11,7 +11,8 @@ from helpers import call, raises_one_line
 
 from sympow import evaluate, export, sample, train
 from sympow.model import GPTConfig
-from sympow.runs.settings import FIELD, read_settings
+from sympow.runs.settings import FIELD, TRAIN_RANGES, read_settings
+from sympow.training.optimizer import RANGES
 
 
 @dataclass
@@ -186,6 +187,11 @@ def test_help_lists_every_key_with_default_and_comment(capsys):
     for line in ("numbers:", "--batch_size 8 +sequences", "--learning_rate 0.0006", "texts:", r"--pack \[False\]"):
         assert re.search(line, out), line
     assert "secret" not in out
+
+
+def test_every_number_of_training_has_a_range():
+    names = {name for row in (*TRAIN_RANGES, *RANGES) for name in row[0].split()}
+    assert {field.name for field in fields(train.TrainConfig) if field.type in (int, float)} <= names
 
 
 def test_every_training_key_is_explained():

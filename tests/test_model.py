@@ -341,6 +341,12 @@ def test_the_gelu_of_compiled_models_is_exact(dtype):
     assert torch.allclose(gradient.double(), exact_gradient, rtol=rtol, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", activation.ACTIVATIONS)
+def test_the_mlp_is_as_wide_as_its_activation_asks_for(name):
+    mlp = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, activation=name, mlp_width=20)).transformer.h[0].mlp
+    assert mlp(torch.randn(3, 8), torch.nn.Identity()).shape == (3, 8) and mlp.c_proj.weight.shape == (8, 20)
+
+
 def test_an_activation_of_ones_own_is_one_line(monkeypatch):
     monkeypatch.setitem(activation.ACTIVATIONS, "relu2", lambda x: x.relu().square())
     mlp, x = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, activation="relu2")).transformer.h[0].mlp, torch.randn(3, 8)
