@@ -83,9 +83,11 @@ def swapped_context(model, dataset, length, documents, skip, last):
     """
     texts, differences = find_texts(dataset, length, documents, skip), []
     for i, (project, start) in enumerate(texts):
-        foreign_start = next(start for name, start in texts[i:] + texts[:i] if name != project)
+        foreign_starts = [start for name, start in texts[i:] + texts[:i] if name != project]
+        if not foreign_starts:
+            refuse(f"{dataset.name} holds out one project, {project}: a beginning of another one is needed")
         own, targets = read_tokens(dataset, start, length)
-        foreign, _ = read_tokens(dataset, foreign_start, length)
+        foreign, _ = read_tokens(dataset, foreign_starts[0], length)
         foreign[:, -2 * last :] = own[:, -2 * last :]
         own_loss, foreign_loss = (read_text(model, ids, targets, 0)[-last:].mean() for ids in (own, foreign))
         differences.append(foreign_loss - own_loss)

@@ -125,6 +125,14 @@ def test_a_foreign_context_is_another_projects_and_the_scored_tokens_stay(source
         assert beginnings and project not in beginnings
 
 
+def test_texts_of_one_project_alone_have_no_foreign_context(source, monkeypatch, refused):
+    """As where only one project is as long as the texts are."""
+    dataset, _ = source
+    monkeypatch.setattr(measure, "find_texts", lambda *arguments: [("a", 0), ("a", 512)])
+    line = refused(helpers.call, lambda: measure.swapped_context(None, dataset, 512, documents=9, skip=0, last=96))
+    assert "holds out one project, a" in line
+
+
 def test_a_corpus_by_project_takes_a_tokenizer_that_is_trained_on_its_training_split(tmp_path):
     projects = {f"p{i}": {f"{j}.py": code(f"{i} {j}", 200) for j in range(4)} for i in range(8)}
     options = "--tokenizer=bpe:300", "--val_fraction=0.3", "--document_length=256"
