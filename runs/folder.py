@@ -52,6 +52,8 @@ def choose_checkpoint(cfg, dataset, thorough):
     be read.
     """
     out_dir = cfg.out_dir
+    if out_dir.encode(errors="ignore").decode() != out_dir:  # no checkpoint in it could be read
+        refuse(f"out_dir must be UTF-8, got {os.fsencode(out_dir)}")
     saved = _saved_settings(cfg)
     # torchrun and Slurm start a job again with the same command, which must not overwrite what the first start made
     restarted = any(from_launcher(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM"))

@@ -200,6 +200,11 @@ def test_what_can_not_be_is_refused_before_anything_is_made(go, refused, setting
     assert message in refused(go, *settings.split(), "--out_dir=out/a") and not os.path.exists("out")
 
 
+def test_a_folder_whose_checkpoints_could_not_be_read_is_refused(go, refused):
+    line = refused(go, "--out_dir=out/\udcff")
+    assert "out_dir must be UTF-8, got b'out/\\xff'" in line and not os.path.exists("out")
+
+
 def test_packed_documents_may_be_shorter_than_the_context(go):
     packed = ["--pack=1", "--block_size=1024", "--tokens_per_step=1024", "--batch_size=1", "--eval_tokens=1024"]
     assert go("--attention=softmax,conformal_sympow", "--out_dir=out/a", "--max_iters=1", *packed) == 0
