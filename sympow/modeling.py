@@ -209,6 +209,7 @@ def arrange(ids, mask, documents, layer):
         mask = None if mask.all() else mask.bool()
     if mask is None:
         return None, documents, None
+    layer.check_mask(mask)
     text, begun = mask[:, layer.tokens :], layer.seen > 0
     counts, first = text.sum(1), text & ~pad(text[:, :-1], (1, 0))
     if ((first.sum(1) > 1) | (begun & (counts < T))).any():

@@ -92,9 +92,9 @@ class PowerCache(Cache):
 class StateLayer(CacheLayerMixin):
     """What a cache keeps of texts in the place of keys and values: a state that has `map`.
 
-    A token that was masked when it was read stays so, whatever later masks say of it. Attributes: state (None before
-    any token), tokens (how many have been read, masked ones too), seen ([B], how many of them were not masked, None
-    before any token).
+    A token that was masked when it was read stays so, whatever later masks say of it; they cannot hide another one.
+    Attributes: state (None before any token), tokens (how many have been read, masked ones too), seen ([B], how many of
+    them were not masked, None before any token).
     """
 
     is_compileable = is_sliding = is_croppable = supports_early_init = False
@@ -110,6 +110,11 @@ class StateLayer(CacheLayerMixin):
     def update(self, key_states, value_states, *args, **kwargs):
         """Raise ValueError: this cache has no keys and values for another model's attention."""
         raise ValueError("this cache belongs to another model: its state has no keys and values")
+
+    def check_mask(self, mask):
+        """Raise ValueError for a mask [B, >= tokens] that hides a token which was read: a state cannot forget it."""
+        if self.tokens and (mask[:, : self.tokens].bool().sum(1) < self.seen).any():
+            raise ValueError("attention_mask must not hide tokens of a cache that were not hidden when they were read")
 
     def lazy_initialization(self, key_states, value_states):
         """Do nothing: the first tokens make the state."""
@@ -227,6 +232,8 @@ def attend(module, query, key, value, attention_mask, *, p, gate, **options):
     q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the model rotates q and k in float32
     n, m = q.shape[1], k.shape[1]
     mask = check_mask(attention_mask, m if layer is None else layer.tokens + n)
+    if layer is not None and mask is not None and may_look(mask) and getattr(module, "layer_idx", 0) == 0:
+        layer.check_mask(mask)
     seen = None if mask is None else mask[:, -m:].bool()
     log_g = -alibi_slopes(k.shape[2], k.device).expand(k.shape[:3]) if gate == "fixed" else None
     if seen is not None:  # a key of zeros has no weight, and a token that is not there lets nothing fade

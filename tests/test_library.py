@@ -164,6 +164,18 @@ def test_a_cache_remembers_which_tokens_were_padding(power, name):
     assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
 
 
+@pytest.mark.parametrize("name", ["sympow_fixed", "GPT-2"])
+def test_a_later_mask_that_hides_tokens_of_a_cache_is_refused(power, name):
+    """As of texts that go on where shorter ones were padded behind their ends, which a state has read."""
+    model, mask = model_of(name) if name in EXPORTED else llama(name), torch.ones(2, 9)
+    mask[0, 4:6] = 0
+    for later_mask in (mask, mask[:, :7]):
+        cache = {} if name in EXPORTED else {"past_key_values": power.PowerCache("always")}
+        cache = model(ids(2, 6), attention_mask=torch.ones(2, 6), use_cache=True, **cache)[CACHE]
+        with pytest.raises(ValueError, match="attention_mask must not hide tokens of a cache"):
+            model(ids(2, later_mask.shape[1] - 6), attention_mask=later_mask, past_key_values=cache)
+
+
 @pytest.mark.parametrize("name", ["sympow", "sympow_fixed"])
 def test_a_cache_that_grows_beams_and_several_sequences_give_the_same_text(power, name):
     model, tokens = llama(name), ids(2, 9)
