@@ -176,6 +176,17 @@ def test_a_later_mask_that_hides_tokens_of_a_cache_is_refused(power, name):
             model(ids(2, later_mask.shape[1] - 6), attention_mask=later_mask, past_key_values=cache)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_padding_that_is_read_token_after_token_changes_nothing(power, dtype):
+    model, tokens, mask = llama("sympow_fixed", dtype), ids(2, 6), torch.ones(2, 6)
+    mask[0, :4] = 0
+    whole = model(tokens, attention_mask=mask, past_key_values=power.PowerCache("always")).logits[:, -1]
+    cache = power.PowerCache("always")
+    for i in range(6):
+        logits = model(tokens[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits[:, -1]
+    assert_close(logits, whole)
+
+
 @pytest.mark.parametrize("name", ["sympow", "sympow_fixed"])
 def test_a_cache_that_grows_beams_and_several_sequences_give_the_same_text(power, name):
     model, tokens = llama(name), ids(2, 9)

@@ -438,8 +438,11 @@ def _scale_of_rows(k, gates, unit, p):
 
 @torch.no_grad()
 def _unit_of_state(state, p):
-    """Return [B, Hkv, 1, 1], the power of two that brings the keys of a state into [1, 2), as far as z tells."""
-    largest = state.z.abs().amax(-1)[..., None, None]
+    """Return [B, Hkv, 1, 1], the power of two that brings the keys of a state into [1, 2), as far as z tells.
+
+    It is at most 2^(64 / p), so that the power of a query in this unit is finite, and not NaN times a state of zeros.
+    """
+    largest = state.z.abs().amax(-1)[..., None, None].clamp(min=2.0**-64)
     return torch.exp2(-(exponent(largest) / p).floor())
 
 
