@@ -162,9 +162,10 @@ def _sum_recent(convolution, b, n, inside, TOKENS: tl.constexpr):
 @triton.jit
 def _append_recent(u, recent, seen, inside, C, TOKENS: tl.constexpr):
     """Move `recent` on by one token, which has the outputs u."""
-    for i in tl.static_range(1, TOKENS - 1):
-        tl.store(recent + (i - 1) * C, tl.load(recent + i * C, mask=seen, other=0.0), mask=inside)
-    tl.store(recent + (TOKENS - 2) * C, u, mask=inside)
+    for i in tl.static_range(1, TOKENS):
+        later = tl.load(recent + i * C, mask=seen, other=0.0) if i < TOKENS - 1 else u
+        tl.debug_barrier()  # several threads may have loaded the entry that is overwritten
+        tl.store(recent + (i - 1) * C, later, mask=inside)
 
 
 @triton.jit
