@@ -9,8 +9,8 @@ length compiles nothing. There are two kinds of kernels:
     query_gradient (chunked/)                  entries. For all others, and for float32, SAFE has sizes for each class
                                                of GPUs, chosen by the registers, spills and shared memory of compiled
                                                code (tests/targets.py prints these). The H200's update_state was chosen
-                                               so too at D = 64, and for p = 4 at D = 16: it has products of 64 tokens,
-                                               since ptxas of Triton 3.7 to 3.9 serializes those of 128 (tests/sass.py).
+                                               so too at D = 64, and for p = 4 at D = 16: its products have 64 tokens,
+                                               since ptxas of Triton 3.7 to 3.9 serializes longer ones (tests/sass.py).
     all others: heinsen/, decode/,             sizes are the same for every GPU: constants in the kernel's own file
     cross_entropy, gates, and
     prepare and discumsum (chunked/)

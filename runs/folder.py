@@ -104,7 +104,7 @@ def refuse_other_settings(cfg, latest, saved, settings):
     """Refuse to resume a run if a setting differs from the saved ones that would change its steps.
 
     If only the code is another than for the steps up to the checkpoint `latest`, rank 0 prints a warning. A run that
-    began before there was a setting was trained with its default. `saved` has those of the model.
+    began before there was a setting was trained with its default; `saved` has the model's defaults already.
     """
     old, new = ({**values, **values["model"], "model": None} for values in (saved, settings))
     old = {field.name: field.default for field in fields(cfg)} | old

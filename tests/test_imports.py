@@ -25,7 +25,7 @@ SIZES = {
 REACHED = {
     ("model.py", False): (41, 24700),
     ("model.py", True): (76, 51200),
-    ("train.py", False): (74, 47700),
+    ("train.py", False): (74, 47720),
     ("train.py", True): (114, 80730),
 }
 UNCOUNTED = ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop, ast.Module
