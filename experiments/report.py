@@ -162,6 +162,6 @@ def plot(lines, labels, png):
     """Draw lines {name: (x, y)} through their points, over a logarithm of x; labels: of the axes of x and y."""
     figure, (axis,) = make_figure(1)
     for i, (name, points) in enumerate(lines.items()):
-        axis.plot(*points, "os^"[i // len(COLOURS) % 3] + "-", label=name)  # each colour with other marks, then
+        axis.plot(*points, "os^"[i // len(COLOURS) % 3] + "-", label=name)  # other marks when the colours repeat
     axis.set(xlabel=labels[0], ylabel=labels[1], xscale="log")
     save_figure(figure, png)

@@ -135,8 +135,8 @@ class Decoder:
     def _flush_full(self):
         """Flush the caches that are full, or at their layer's turn, into the states."""
         with device_guard(self.device):
-            turns = enumerate(self.layers)
-            replaced = [layer.flush_full(self.tokens_left, i / len(self.layers)) for i, layer in turns]
+            count = len(self.layers)
+            replaced = [layer.flush_full(self.tokens_left, i / count) for i, layer in enumerate(self.layers)]
         if any(replaced):
             self.graph = None
             self._count_bytes()

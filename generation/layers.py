@@ -253,10 +253,9 @@ class HeinsenLayer:
         self.projection.normalize_heads()
         decode_heinsen.attend_heinsen(
             self.projection.heads,
-            b.ids,
+            b.newest,
             self.state,
             b.y,
-            reset_token=b.config.reset_token,
             log_value_bound=self.log_value_bound,
         )
 
@@ -303,7 +302,7 @@ class LogPosition:
     def step(self):
         b = self.buffers
         linear(self.dense, self.hidden, b.x)
-        decode_heinsen.add_log_position(self.hidden, self.log_x, b.x, b.ids, reset_token=b.config.reset_token)
+        decode_heinsen.add_log_position(self.hidden, self.log_x, b.x, b.newest)
 
     def tensors(self):
         return [self.log_x]

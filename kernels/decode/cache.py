@@ -103,13 +103,13 @@ def load_tokens(cache, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr
 
 
 @triton.jit
-def find_token(newest, cache, C, H, HKV, D: tl.constexpr):
-    """Return the Token of this program, of newest Heads. Its first id counts the query heads of all sequences."""
+def find_token(qkv, cache, C, H, HKV, D: tl.constexpr):
+    """Return the Token of this program; qkv: Heads. Its first id counts the query heads of all sequences."""
     bh = tl.program_id(0)
     b, h = bh // H, bh % H
     group = H // HKV
     hkv, d = h // group, tl.arange(0, D)
-    row, rotation = newest.heads + b * newest.stride, newest.rotation + 2 * b * D
+    row, rotation = qkv.heads + b * qkv.stride, qkv.rotation + 2 * b * D
     first = (tl.cast(b, tl.int64) * C) * HKV + hkv
     count = tl.load(cache.count)
     k, v, gate = row + (H + hkv) * D, row + (H + HKV + hkv) * D + d, row + (H + 2 * HKV + h) * D + d
@@ -146,7 +146,7 @@ def gate_output(y, gate, weight, D: tl.constexpr):
 
 
 @triton.jit
-def add_part(num, den, maximum, newest, token, sums, OUT, heads, parts, D: tl.constexpr, PARTS: tl.constexpr):
+def add_part(num, den, maximum, qkv, token, sums, OUT, heads, parts, D: tl.constexpr, PARTS: tl.constexpr):
     """Write the sums of this program's part; the last part of a head to finish writes their quotient, gated, to OUT.
 
     The program's ids are the head, of `heads` = B H, and the part. PARTS is a power of two, at least `parts`.
@@ -169,5 +169,5 @@ def add_part(num, den, maximum, newest, token, sums, OUT, heads, parts, D: tl.co
             nums, dens = nums * weight[:, None], dens * weight
         total = tl.sum(dens, 0)
         y = tl.where(total <= 0, 0.0, tl.sum(nums, 0) / total)
-        tl.store(OUT + head * D + d, gate_output(y, token.gate, newest.gate_weight, D))
+        tl.store(OUT + head * D + d, gate_output(y, token.gate, qkv.gate_weight, D))
         tl.store(sums.arrived + head, 0)

@@ -42,9 +42,7 @@ class State(NamedTuple):
 
 
 @triton.jit
-def heinsen_kernel(
-    newest, IDS, state, OUT, reset_token, log_value_bound, H, HKV, D: tl.constexpr, PDL: tl.constexpr = False
-):
+def heinsen_kernel(qkv, newest, state, OUT, log_value_bound, H, HKV, D: tl.constexpr, PDL: tl.constexpr = False):
     """Add the newest token to the state of one sequence and KV head, and attend to it from the head's query heads."""
     let_next_start(PDL)
     program, d = tl.program_id(0), tl.arange(0, D)
@@ -53,9 +51,9 @@ def heinsen_kernel(
     S = state.S + row[:, None] * D + d[None, :]
     m, z, s = tl.load(state.m + row), tl.load(state.z + row), tl.load(S)
     wait_for_previous(PDL)
-    reset = tl.load(IDS + b) == reset_token
-    qkv, group = newest.heads + b * newest.stride, H // HKV
-    k, v = tl.load(qkv + (H + h) * D + d), tl.load(qkv + (H + HKV + h) * D + d)
+    reset = tl.load(newest.ids + b) == newest.reset_token
+    heads, group = qkv.heads + b * qkv.stride, H // HKV
+    k, v = tl.load(heads + (H + h) * D + d), tl.load(heads + (H + HKV + h) * D + d)
     if log_value_bound is not None:
         v = tl.where(tl.abs(v) <= log_value_bound, tl.exp(v), float("nan"))
     m, z, s = tl.where(reset, EMPTY, m), tl.where(reset, 0.0, z), tl.where(reset, 0.0, s)
@@ -68,30 +66,29 @@ def heinsen_kernel(
     tl.store(state.z + row, z)
     tl.store(S, s)
     for i in range(group):
-        q = tl.load(qkv + (h * group + i) * D + d) + new_m
+        q = tl.load(heads + (h * group + i) * D + d) + new_m
         w = tl.exp(q - tl.max(q, 0))
         y = tl.sum(w[:, None] * s, 0) / tl.sum(w * z, 0)
         if log_value_bound is not None:
             y = tl.log(y)
-        y = gate_output(y, qkv + (H + 2 * HKV + h * group + i) * D + d, newest.gate_weight, D)
+        y = gate_output(y, heads + (H + 2 * HKV + h * group + i) * D + d, qkv.gate_weight, D)
         tl.store(OUT + (b * H + h * group + i) * D + d, y)
 
 
-def attend_heinsen(newest, ids, state, out, *, reset_token, log_value_bound=None):
+def attend_heinsen(qkv, newest, state, out, *, log_value_bound=None):
     """Add the newest token to `state`, in place, and write its attention to out [B, H D].
 
-    newest: Heads, without rotation; ids [B] int64: the tokens; state: a State.
-    reset_token forgets what is before it (-1: none). With a log_value_bound v and the output are logarithms, NaN if one
-    in v is larger than that.
+    qkv: Heads, which need no rotation; newest: the Ids; state: a State. With a log_value_bound v and the output are
+    logarithms, NaN if one in v is larger than that.
     """
     B, HKV, D = state.m.shape
     H = out.shape[1] // D
     options = dict(D=D, num_warps=8 if D >= 64 else 4) | early_launch(out)
-    heinsen_kernel[(B * HKV,)](newest, ids, state, out, reset_token, log_value_bound, H, HKV, **options)
+    heinsen_kernel[(B * HKV,)](qkv, newest, state, out, log_value_bound, H, HKV, **options)
 
 
 @triton.jit
-def log_position_kernel(HIDDEN, LOG_X, X, IDS, reset_token, K, BK: tl.constexpr, PDL: tl.constexpr = False):
+def log_position_kernel(HIDDEN, LOG_X, X, newest, K, BK: tl.constexpr, PDL: tl.constexpr = False):
     """Advance BK columns of one sequence's log x, and add them to X."""
     let_next_start(PDL)
     blocks = tl.cdiv(K, BK)
@@ -99,7 +96,7 @@ def log_position_kernel(HIDDEN, LOG_X, X, IDS, reset_token, K, BK: tl.constexpr,
     inside, entry = k < K, b * K + k
     log_x = tl.load(LOG_X + entry, mask=inside, other=0.0)
     wait_for_previous(PDL)
-    log_x = tl.where(tl.load(IDS + b) == reset_token, 0.0, log_x)
+    log_x = tl.where(tl.load(newest.ids + b) == newest.reset_token, 0.0, log_x)
     hidden = HIDDEN + 2 * b * K + k
     coefficient, logit = tl.load(hidden, mask=inside, other=0.0), tl.load(hidden + K, mask=inside, other=0.0)
     x = tl.load(X + entry, mask=inside, other=0.0)
@@ -109,11 +106,11 @@ def log_position_kernel(HIDDEN, LOG_X, X, IDS, reset_token, K, BK: tl.constexpr,
     tl.store(X + entry, x + log_x, inside)
 
 
-def add_log_position(hidden, log_x, x, ids, *, reset_token):
+def add_log_position(hidden, log_x, x, newest):
     """Advance log_x [B, n_embd] float32 by one token, in place, and add it to x [B, n_embd] float32.
 
-    hidden [B, 2 n_embd] float32: the output of the position embedding's linear layer for x; ids [B] int64: the tokens;
-    reset_token begins again (-1: none).
+    hidden [B, 2 n_embd] float32: the output of the position embedding's linear layer for x; newest: the Ids. Its
+    reset_token begins again.
     """
     (B, K), BK = x.shape, 256
-    log_position_kernel[(B * triton.cdiv(K, BK),)](hidden, log_x, x, ids, reset_token, K, BK=BK, **early_launch(x))
+    log_position_kernel[(B * triton.cdiv(K, BK),)](hidden, log_x, x, newest, K, BK=BK, **early_launch(x))

@@ -190,13 +190,13 @@ def _linear_of_one(
     old = tl.load(OUT + n, mask=columns, other=0.0) if ADD else tl.zeros([BN], tl.float32)
     if TOKENS:
         convolved = n < layer.convolution.channels
-        old, newest, recent, seen = _sum_recent(layer.convolution, 0, n, convolved, TOKENS)
+        old, last_weight, recent, seen = _sum_recent(layer.convolution, 0, n, convolved, TOKENS)
     if layer.norm.weight is not None:
         x = normalize(x, layer.norm, weight, bias, k, K)
     y = tl.sum(w.to(tl.float32) * x.to(w.dtype).to(tl.float32)[None, :], 1) + layer_bias
     if TOKENS:
         _append_recent(y, recent, seen, convolved, layer.convolution.channels, TOKENS)
-        y += newest * y
+        y += last_weight * y
     tl.store(OUT + n, old + (_gelu(y, GELU) if GELU else y), columns)
 
 
@@ -239,9 +239,9 @@ def linear_kernel(
             acc += tl.load(layer.bias + n, mask=n < N, other=0.0)[None, :]
         if TOKENS:
             convolved = mask & (n[None, :] < layer.convolution.channels)
-            old, newest, recent, seen = _sum_recent(layer.convolution, row[:, None], n[None, :], convolved, TOKENS)
+            old, last_weight, recent, seen = _sum_recent(layer.convolution, row[:, None], n[None, :], convolved, TOKENS)
             _append_recent(acc, recent, seen, convolved, layer.convolution.channels, TOKENS)
-            acc += newest * acc + old
+            acc += last_weight * acc + old
         if GELU:
             acc = _gelu(acc, GELU)
         if ADD:

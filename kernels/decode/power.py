@@ -176,7 +176,7 @@ def _attend_to_cache(
 
 @triton.jit
 def attend_kernel(
-    newest, cache, state, features, sums, OUT, B, C, H, HKV, F, parts, state_parts, P: tl.constexpr, D: tl.constexpr,
+    qkv, cache, state, features, sums, OUT, B, C, H, HKV, F, parts, state_parts, P: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Compute one part of one query head's sums over state or cache; the last part to finish writes OUT [B, H, D].
@@ -186,7 +186,7 @@ def attend_kernel(
     `parts`.
     """
     let_next_start(PDL)
-    part, token = tl.program_id(1), find_token(newest, cache, C, H, HKV, D)
+    part, token = tl.program_id(1), find_token(qkv, cache, C, H, HKV, D)
     count = token.count
     num, den = tl.zeros([D], tl.float32), 0.0
     if part < state_parts:
@@ -208,13 +208,13 @@ def attend_kernel(
             num += w * v.to(tl.float32)
             den += w
             append_newest(cache, token, k, v, D)
-    add_part(num, den, 0.0, newest, token, sums, OUT, B * H, parts, D, PARTS)
+    add_part(num, den, 0.0, qkv, token, sums, OUT, B * H, parts, D, PARTS)
 
 
-def attend(newest, cache, state, sums, out, p):
+def attend(qkv, cache, state, sums, out, p):
     """Write the attention of the newest token to out [B, H D], and its key and value to entry `count` of the cache.
 
-    newest: Heads; cache: a Cache; state: a State or None; sums: Sums with `parts_of_state` (with a state) plus
+    qkv: Heads; cache: a Cache; state: a State or None; sums: Sums with `parts_of_state` (with a state) plus
     `parts_of_cache` parts.
     """
     (B, C, HKV, D), (parts, _, H), F, state_parts = cache.k.shape, sums.den.shape, 0, 0
@@ -223,7 +223,7 @@ def attend(newest, cache, state, sums, out, p):
         state_parts = parts_of_state(B * H, F, D)
     order = features(D, p, cache.k.device) if state else Features()
     attend_kernel[(B * H, parts)](
-        newest, cache, state or State(), order, sums, out, B, C, H, HKV, F, parts, state_parts, P=p, D=D, BT=64,
+        qkv, cache, state or State(), order, sums, out, B, C, H, HKV, F, parts, state_parts, P=p, D=D, BT=64,
         BF=4096 // D, PARTS=triton.next_power_of_2(parts), **early_launch(out),
     )  # fmt: skip
 

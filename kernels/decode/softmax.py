@@ -36,7 +36,7 @@ def _load_cache(cache, first, start, end, HKV, D: tl.constexpr, BT: tl.constexpr
 
 @triton.jit
 def softmax_kernel(
-    newest, cache, sums, OUT, B, C, H, HKV, parts, window, scale, D: tl.constexpr, BT: tl.constexpr,
+    qkv, cache, sums, OUT, B, C, H, HKV, parts, window, scale, D: tl.constexpr, BT: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Compute one part of one query head's sums over the cache; the last part to finish writes OUT [B, H, D].
@@ -47,7 +47,7 @@ def softmax_kernel(
     """
     let_next_start(PDL)
     part, t = tl.program_id(1), tl.arange(0, BT)
-    token = find_token(newest, cache, C, H, HKV, D)
+    token = find_token(qkv, cache, C, H, HKV, D)
     count = token.count
     oldest = tl.maximum(count + 1 - window, 0)
     size = tl.cdiv(tl.cdiv(count + 1 - oldest, parts), BT) * BT
@@ -80,17 +80,17 @@ def softmax_kernel(
         num, den = num * decay + new_w * new_v.to(tl.float32), den * decay + new_w
         top = new_top
         append_newest(cache, token, new_k, new_v, D)
-    add_part(num, den, top, newest, token, sums, OUT, B * H, parts, D, PARTS)
+    add_part(num, den, top, qkv, token, sums, OUT, B * H, parts, D, PARTS)
 
 
-def attend_softmax(newest, cache, sums, out, window=NO_WINDOW):
+def attend_softmax(qkv, cache, sums, out, window=NO_WINDOW):
     """Write the attention of the newest token to out [B, H D], and its key and value to entry `count` of the cache.
 
-    newest: Heads; cache: a Cache; sums: Sums with maxima and `parts_of_cache` parts; window: how many tokens it sees,
+    qkv: Heads; cache: a Cache; sums: Sums with maxima and `parts_of_cache` parts; window: how many tokens it sees,
     itself included.
     """
     (B, C, HKV, D), (parts, _, H) = cache.k.shape, sums.den.shape
     softmax_kernel[(B * H, parts)](
-        newest, cache, sums, out, B, C, H, HKV, parts, window, math.log2(math.e) / math.sqrt(D), D=D,
+        qkv, cache, sums, out, B, C, H, HKV, parts, window, math.log2(math.e) / math.sqrt(D), D=D,
         BT=min(64, 4096 // D), PARTS=triton.next_power_of_2(parts), **early_launch(out),
     )  # fmt: skip
