@@ -53,6 +53,7 @@ CONTENDERS = {  # name -> settings, the most important first
     "p=2, heads of 64": BASE,
     "p=2, heads of 128": BASE | dict(heads=128),
     f"softmax, window {WINDOW:,}": SOFTMAX["softmax, convolution"] | dict(window=WINDOW),
+    f"softmax, window {WINDOW:,}, output gate": SOFTMAX["softmax, convolution, output gate"] | dict(window=WINDOW),
     "hybrid 3:1": BASE | dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", window=WINDOW),
     **SOFTMAX,
     "gated_deltanet": dict(attention="gated_deltanet"),
