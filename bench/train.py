@@ -23,6 +23,7 @@ from sympow.data import describe_error
 from sympow.model import GPT, GPTConfig
 from sympow.training.optimizer import make_optimizer, take_step
 from sympow.training.parallel import compile_parts
+from sympow.runs.machine import cache_graphs
 from sympow.runs.program import run_program
 from sympow.train import TrainConfig
 
@@ -84,6 +85,7 @@ def make_steps(config, T, tokens, device):
     torch.compiler.reset()
     model = GPT(config).to(device)
     if device != "cpu":
+        cache_graphs()
         compile_parts(model)
     ids = torch.randint(config.vocab_size, (tokens // T, T + 1), device=device)
     return partial(take_steps, model, make_optimizer(model, TrainConfig()), ids[:, :-1], ids[:, 1:])

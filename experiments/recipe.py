@@ -49,7 +49,6 @@ SOFTMAX = {
 CONTENDERS = {  # name -> settings, the most important first
     "p=4, heads of 64": BASE | dict(p=4),
     "forgetting": BASE | dict(attention="forgetting"),
-    "softmax, convolution": SOFTMAX["softmax, convolution"],
     "p=2, heads of 64": BASE,
     "p=2, heads of 128": BASE | dict(heads=128),
     f"softmax, window {WINDOW:,}": SOFTMAX["softmax, convolution"] | dict(window=WINDOW),
