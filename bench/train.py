@@ -47,6 +47,7 @@ VARIANTS |= {  # with the parts that each learns best with
     "recipe_p2": dict(attention="sympow_gating", p=2),
     "recipe_p2_d128": dict(attention="sympow_gating", p=2, n_head=6),
     "recipe_p4": dict(attention="sympow_gating", p=4),
+    "recipe_hybrid": dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", p=2, window=2048),
 }
 COLUMNS = {  # key of a row -> (title, place, format)
     "context": ("context", ">8", "d"),
