@@ -202,6 +202,13 @@ def inverse(l):
 
 
 @triton.jit
+def gate_heads(y, g, weight, D: tl.constexpr, eps):
+    """Return weight y / sqrt(mean(y^2) + eps) silu(g) for rows y, g of D float32; wider rows have zeros behind."""
+    y *= weight / tl.sqrt(tl.sum(y * y, -1, keep_dims=True) / D + eps)
+    return y * (g * tl.sigmoid(g))
+
+
+@triton.jit
 def add(a, b):
     """Return a + b, for tl.associative_scan."""
     return a + b

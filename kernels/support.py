@@ -8,7 +8,7 @@ quadratic/     passes, the launchers of the quadratic form, and its kernels: for
 chunked/       passes, the chunked form forward and backward, and its kernels: prepare, products, mirror, gates,
                update_state, discumsum, query_state, query_gradient_p2, query_gradient_p4
 heinsen/       passes, Heinsen's log attention, and operator, its torch operator
-decode/        one token of generation: power, softmax, heinsen, linear, sampling; and rotary, for prompts
+decode/        one token of generation: power, softmax, heinsen, linear, sampling; rotary and prompt, for prompts
 common         what the kernels share: units, exact products, program maps
 cross_entropy  losses and their gradients in one pass over the logits
 layout         which features a state has, and in what order the kernels store them
@@ -35,7 +35,7 @@ import torch
 HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32)
 CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (width, p) of the chunked form
 QUADRATIC_WIDTHS = (*HEAD_DIMS, 256)
-POINTWISE = ("rotary", "cross_entropy")
+POINTWISE = ("rotary", "prompt", "cross_entropy")
 SOURCES = Path(__file__).parent
 
 

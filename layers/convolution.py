@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..attention.operator.backend import transforms_active
+from ..attention.operator.dispatch import prompt_kernels
 
 
 class Convolution(nn.Module):
@@ -25,6 +26,8 @@ class Convolution(nn.Module):
         resets [B, T] bool or None: a token where it is true sees nothing before it. recent [B, n - 1, H, D]: the inputs
         before x, as `last_inputs` returned them, or None before the first token.
         """
+        if kernels := prompt_kernels(x):
+            return kernels.convolve(x, self.weight, resets, recent)
         documents = self._documents(resets)
         if recent is None and not transforms_active():
             return ShiftedSum.apply(x, self.weight, documents)

@@ -8,11 +8,14 @@ has such a gate, "Gated Delta Networks" (Yang, Kautz, Hatamizadeh, 2024) this on
 
 from torch.nn import functional as F
 
+from ..attention.operator.dispatch import prompt_kernels
 from .norm import HeadNorm
 
 
 class OutputGate(HeadNorm):
     def forward(self, y, gate):
         """Return z in y's dtype for y and gate [B, T, H, D]; it is computed in float32, or y's dtype if wider."""
+        if kernels := prompt_kernels(y):
+            return kernels.gate(y, gate, self.weight, self.eps)
         normalised = super().forward(y)
         return (normalised * F.silu(gate.to(normalised.dtype))).to(y.dtype)

@@ -36,6 +36,7 @@ from sympow.generation.steps import Sampler  # noqa: E402
 from sympow.kernels.decode.sampling import sample_next_token  # noqa: E402
 from sympow.kernels import configs, operators  # noqa: E402
 from sympow.kernels.cross_entropy import cross_entropy_  # noqa: E402
+from sympow.kernels.decode.prompt import convolve, gate  # noqa: E402
 from sympow.kernels.decode.rotary import rotate  # noqa: E402
 from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
 from sympow.kernels.support import DTYPES  # noqa: E402
@@ -96,6 +97,9 @@ def cross_entropy(dtype, V):
 def prompt(dtype, D, p, gated):
     q, k, v = torch.zeros(1, TOKENS, 6, D, dtype=dtype).split(2, 2)
     rotate(q, *torch.zeros(2, TOKENS, D))
+    convolve(q, torch.zeros(4, 2 * D))
+    convolve(q, torch.zeros(4, 2 * D), torch.zeros(1, TOKENS, dtype=torch.bool), torch.zeros(1, 3, 2, D, dtype=dtype))
+    gate(q, q, torch.zeros(D), 1e-5)
     state = [torch.zeros(1, 2, symmetric_power_dim(D, p), *more) for more in ((D,), ())]
     log_g = torch.zeros(1, TOKENS, 2) if gated else None
     operators.chunked_attention(q, k, v, log_g, *state, p=p, chunk=256, final=True)

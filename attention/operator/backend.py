@@ -57,6 +57,13 @@ def rotary():
     return rotary
 
 
+def prompt():
+    """Return the module kernels.decode.prompt: the convolution and the output's gate in one pass each."""
+    from ...kernels.decode import prompt
+
+    return prompt
+
+
 def precompile(launch):
     """Compile the kernels that launch() launches, in threads: see kernels/precompile.py."""
     from ...kernels import precompile

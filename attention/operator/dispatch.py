@@ -149,6 +149,16 @@ def why_not(form, device, dtype, D=0, E=0, p=0):
 why_not._dynamo_marked_constant = True
 
 
+def prompt_kernels(x):
+    """Return the module kernels.decode.prompt if it takes x, which must need no gradient, else None.
+
+    torch.compile makes one pass of each of its functions too.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or why_not("prompt", x.device, x.dtype):
+        return None
+    return backend.prompt()
+
+
 def disable_kernels(reason):
     """Use PyTorch in place of the kernels from now on in this process, for `reason`; "" uses the kernels again."""
     global _disabled

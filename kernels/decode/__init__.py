@@ -7,4 +7,9 @@ power      power attention over the state and the KV cache, and flushing the cac
 softmax    softmax over the KV cache
 heinsen    Heinsen's log attention, from its state
 sampling   the next token from its logits
+
+Of many tokens at once, in prompts and evaluation:
+
+rotary     rotated queries and keys
+prompt     the convolution and the output gate
 """

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import EMPTY
+from ..common import EMPTY, gate_heads
 
 MAX_PROGRAMS = 1056  # of a kernel: eight for each processor of an H200, which run in turn
 
@@ -134,14 +134,12 @@ def append_newest(cache, token, k, v, D: tl.constexpr):
 
 @triton.jit
 def gate_output(y, gate, weight, D: tl.constexpr):
-    """Return w y / sqrt(mean(y^2) + 1e-5) silu(g) for a head's output y [D], or y if the layer has no output gate.
+    """Return `gate_heads` of a head's output y [D], or y if the layer has no output gate.
 
     gate: pointers [D] to g; weight: a pointer to w [D], or None without a gate.
     """
     if weight is not None:
-        g = tl.load(gate)
-        y *= tl.load(weight + tl.arange(0, D)) / tl.sqrt(tl.sum(y * y, 0) / D + 1e-5)
-        y *= g * tl.sigmoid(g)
+        y = gate_heads(y, tl.load(gate), tl.load(weight + tl.arange(0, D)), D, 1e-5)
     return y
 
 

@@ -1,0 +1,79 @@
+"""The convolution and the output gate in one pass each, for prompts and evaluation: nothing is kept for a gradient.
+
+    y_t = x_t + sum_{j<n} w_{n-1-j} x_{t-j}             convolve, as layers/convolution.py
+    z = w y / sqrt(mean(y^2) + eps) silu(g)             gate, as layers/output_gate.py
+
+A program has TOKENS tokens of CHANNELS numbers, or ROWS tokens of one head. Cost: in bfloat16 2 bytes a number read
+and 2 written, for the gate 2 more read; a program's earlier tokens come from the cache. The limit is bandwidth.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common import device_guard, gate_heads
+
+TOKENS, CHANNELS, ROWS = 16, 256, 32
+
+
+@triton.jit(do_not_specialize=["T", "rows"])
+def convolution_kernel(
+    X, RECENT, RESETS, WEIGHT, Y, stride, rows, T, C, N: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
+):
+    """Write BT tokens and BC numbers of Y [rows, C]: sums over N tokens of X, with rows `stride` apart.
+
+    Rows are the tokens of all sequences of T tokens. RECENT [sequences, N - 1, C] and RESETS [rows]: as in `convolve`.
+    """
+    row = tl.program_id(0) * BT + tl.arange(0, BT)[:, None]
+    c = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
+    t, b, row = row % T, tl.cast(row // T, tl.int64), tl.cast(row, tl.int64)  # 32 bits divide faster
+    seen, columns, total = row < rows, c < C, tl.zeros([BT, BC], tl.float32)
+    for j in tl.static_range(N):
+        if RESETS is not None and j > 0:  # a token sees nothing before the newest reset
+            seen &= tl.load(RESETS + row - j + 1, seen & (t >= j - 1), 0) == 0
+        x = tl.load(X + (row - j) * stride + c, seen & (t >= j) & columns, 0.0)
+        if RECENT is not None and j > 0:
+            x += tl.load(RECENT + ((b + 1) * (N - 1) + t - j) * C + c, seen & (t < j) & columns, 0.0)
+        w = tl.load(WEIGHT + (N - 1 - j) * C + c, columns, 0.0).to(tl.float32)
+        total += x * (w if j else 1 + w)
+    tl.store(Y + row * C + c, total, (row < rows) & columns)
+
+
+def convolve(x, weight, resets=None, recent=None):
+    """Return y [B, T, H, D], contiguous, in the dtype of x [B, T, H, D], bfloat16 or float32.
+
+    weight [n, H D]. recent [B, n - 1, H, D]: the tokens before x, zeros for None. resets [B, T] bool or None: a token
+    where it is true sees nothing before it.
+    """
+    (n, C), T, y = weight.shape, x.shape[1], x.new_empty(x.shape)
+    x, (recent, resets) = x.reshape(-1, C), (z if z is None else z.contiguous() for z in (recent, resets))
+    with device_guard(x.device):
+        convolution_kernel[(triton.cdiv(len(x), TOKENS), triton.cdiv(C, CHANNELS))](
+            x, recent, resets, weight, y, x.stride(0), len(x), T, C, N=n, BT=TOKENS, BC=CHANNELS
+        )
+    return y
+
+
+@triton.jit
+def gate_kernel(Y, GATE, WEIGHT, Z, stride, rows, H, eps, D: tl.constexpr, W: tl.constexpr, BR: tl.constexpr):
+    """Write BR rows of one head of Z [rows, H, D] for Y, alike, and GATE, with rows `stride` apart.
+
+    W is D or the next power of two.
+    """
+    row, head = tl.program_id(0) // H * BR + tl.arange(0, BR)[:, None], tl.program_id(0) % H
+    row, d = tl.cast(row, tl.int64), tl.arange(0, W)[None, :]
+    place, inside = row * H * D + head * D + d, (row < rows) & (d < D)
+    y, w = tl.load(Y + place, inside, 0.0).to(tl.float32), tl.load(WEIGHT + d, d < D, 0.0)
+    g = tl.load(GATE + row * stride + head * D + d, inside, 0.0).to(tl.float32)
+    tl.store(Z + place, gate_heads(y, g, w, D, eps), inside)
+
+
+def gate(y, gate, weight, eps):
+    """Return z in y's dtype for y and gate [B, T, H, D], bfloat16 or float32, and weight [D]."""
+    *_, H, D = y.shape
+    y, gate = y.contiguous(), gate.reshape(-1, H * D)
+    z = y.new_empty(y.shape)
+    with device_guard(y.device):
+        gate_kernel[(triton.cdiv(len(gate), ROWS) * H,)](
+            y, gate, weight, z, gate.stride(0), len(gate), H, eps, D=D, W=triton.next_power_of_2(D), BR=ROWS
+        )
+    return z

@@ -1,0 +1,78 @@
+"""The convolution's and the output gate's kernels for prompts, beside their modules in float64, alone and in models."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has no wheel for this system")
+
+from numerics import DEVICE, GPU, relative_error  # noqa: E402
+
+from sympow.attention.operator import dispatch  # noqa: E402
+from sympow.kernels.decode import prompt  # noqa: E402
+from sympow.layers import convolution, output_gate  # noqa: E402
+from sympow.layers.convolution import Convolution  # noqa: E402
+from sympow.layers.output_gate import OutputGate  # noqa: E402
+from sympow.model import GPT, GPTConfig  # noqa: E402
+
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 3e-3}
+
+
+def heads(*shape, dtype):
+    """Return heads [B, T, H, D] as they stand among others in what c_attn returns."""
+    B, T, H, D = shape
+    return torch.randn(B, T, H + 2, D, device=DEVICE).to(dtype)[:, :, 1:-1]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("T,H,D,n", [(1, 2, 16, 4), (37, 5, 64, 4), (5, 3, 20, 7), (33, 1, 8, 2)])
+@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@torch.no_grad()
+def test_a_convolved_prompt_equals_float64(T, H, D, n, continued, packed, dtype):
+    layer, x = Convolution(H * D, n).to(DEVICE), heads(2, T, H, D, dtype=dtype)
+    recent = heads(2, n - 1, H, D, dtype=dtype) if continued else None
+    resets = torch.rand(2, 2 * T, device=DEVICE)[:, ::2] < 0.2 if packed else None
+    y = prompt.convolve(x, layer.weight, resets, recent)
+    expected = layer.double()(x.double(), resets, recent.double() if continued else None)
+    assert y.dtype == dtype and relative_error(y, expected, 0) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("T,H,D", [(1, 2, 16), (37, 5, 64), (9, 3, 20)])
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
+@torch.no_grad()
+def test_a_gated_prompt_equals_float64(T, H, D, eps, dtype):
+    layer, y, gate = OutputGate(D, eps).to(DEVICE), *(heads(2, T, H, D, dtype=dtype) for _ in range(2))
+    layer.weight.normal_(mean=1)
+    z = prompt.gate(y, gate, layer.weight, eps)
+    assert z.dtype == dtype and relative_error(z, layer.double()(y.double(), gate.double()), 0) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@torch.inference_mode()
+def test_a_model_reads_and_evaluates_by_them_as_by_its_modules(packed, monkeypatch):
+    sizes = dict(vocab_size=40, n_layer=2, n_head=3, n_kv_head=1, n_embd=48, reset_token=3 if packed else -1)
+    model = GPT(GPTConfig(attention="sympow_gating", **sizes)).to(DEVICE)
+    ids, results = torch.randint(40, (2, 21), device=DEVICE), []
+    for kernels in (None, prompt):
+        for module in (convolution, output_gate):
+            monkeypatch.setattr(module, "prompt_kernels", lambda x, kernels=kernels: kernels)
+        logits, state = model.read(ids, model.empty_state(2), piece=8)
+        inputs = [layer.conv_inputs for layer in state.layers]
+        with torch.autocast(DEVICE, torch.bfloat16):
+            results.append((logits, *inputs, model(ids)[0], model.read(ids, model.empty_state(2), piece=2)[0]))
+    for module, kernel, rounding in zip(*results, [1e-5] * 3 + [2e-2] * 2, strict=True):
+        assert kernel.dtype == module.dtype and relative_error(kernel, module, 0) < rounding
+
+
+def test_they_compute_what_needs_no_gradient_on_a_gpu_and_no_transform_or_graph_asks_for():
+    answers = []
+    ask = lambda x: answers.append(dispatch.prompt_kernels(x) is prompt) or x
+    x = torch.randn(2, 3, device=DEVICE)
+    ask(x)
+    with torch.no_grad():
+        torch.func.vmap(ask)(ask(x))
+    with torch.inference_mode():
+        torch.compile(ask, backend="eager")(ask(x))
+    ask(x.double())
+    assert answers == [False, GPU, False, GPU, False, False]
