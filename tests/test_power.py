@@ -15,7 +15,7 @@ from test_combinations import assert_equals_float64
 from sympow.attention import heinsen_attention, naive, power
 from sympow.attention.adaptive_power import adaptive_power_attention
 from sympow.attention.embedding import symmetric_power_dim
-from sympow.attention.operator import check, dispatch, forms
+from sympow.attention.operator import check, dispatch, forms, memory
 from sympow.attention.operator.dispatch import FORMS, Problem
 from sympow.attention.operator.forms import PowerState, read_cache
 from sympow.attention.power import power_attention, power_attention_sums
@@ -291,6 +291,11 @@ def test_a_state_that_does_not_fit_is_refused_with_its_bytes():
     need = 64 * symmetric_power_dim(128, 8) * 129 * 4
     with pytest.raises(MemoryError, match=f"{need:,} bytes"):
         power_attention(x, x, x, p=8, return_state=True)
+
+
+def test_a_device_is_not_asked_for_memory_that_it_surely_has(monkeypatch):
+    monkeypatch.delattr(memory, "free_memory")
+    power_attention(*3 * [torch.ones(1, 2, 1, 4)], p=2, return_state=True)
 
 
 @pytest.mark.parametrize("form", COMPUTED)

@@ -7,7 +7,7 @@ import torch
 from ..embedding import symmetric_power_dim
 from . import backend
 
-SURELY_FREE = 2**30  # bytes: up to here a GPU is not asked how much is free, which takes longer than a launch
+SURELY_FREE = 2**30  # bytes: up to here a device is not asked how much is free, which takes longer than a launch
 
 
 def features(D, p):
@@ -27,8 +27,8 @@ def check_state_fits(rows, D, E, p, dtype, device):
     """Raise MemoryError, naming the bytes, if a PowerState would not fit into the device's memory."""
     if torch.compiler.is_compiling() or device.type == "meta":
         return
-    need, have = state_bytes(rows, D, E, p, dtype), free_memory(device)
-    if need > have:
+    need = state_bytes(rows, D, E, p, dtype)
+    if need > SURELY_FREE and need > (have := free_memory(device)):
         raise MemoryError(
             f"the state of power p={p} at head dimension {D} takes {need:,} bytes ({rows} heads and sequences of "
             f"{features(D, p):,} x {E + 1}), the device has {have:,}: use a smaller head dimension or p, "
@@ -41,9 +41,7 @@ def check_chunks_fit(q, k, v, p, chunk):
     if torch.compiler.is_compiling():
         return
     need = backend.operators().chunked.bytes_needed(q, k, v, p, chunk, backward=torch.is_grad_enabled())
-    if need < SURELY_FREE:
-        return
-    if need > (have := free_memory(q.device)):
+    if need > SURELY_FREE and need > (have := free_memory(q.device)):
         T, D = q.shape[1], q.shape[3]
         raise MemoryError(
             f"the chunked form of p={p} at head dimension {D} takes {need:,} bytes for {q.shape[0]} x {T:,} tokens and "
