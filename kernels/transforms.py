@@ -43,8 +43,9 @@ def differentiable(operator, save, differentiate):
             return differentiate(ctx, *grads)
 
     def call(*args):
-        through_torch = torch.compiler.is_compiling() or not _is_plain(args)
-        return operator(*args) if through_torch else Function.apply(*args)
+        if torch.compiler.is_compiling() or not _is_plain(args):
+            return operator(*args)
+        return Function.apply(*args) if torch.is_grad_enabled() else operator._init_fn(*args)
 
     return call
 

@@ -51,6 +51,15 @@ def test_second_derivatives_are_refused_in_one_line(size):
         torch.autograd.grad(loss(leaf, *rest), leaf, create_graph=True)[0].sum().backward()
 
 
+@pytest.mark.parametrize("size", SIZES, ids=check.describe)
+def test_what_needs_no_gradient_passes_by_autograd(size, monkeypatch):
+    loss, tensors = case(size)
+    expected = loss(*[x.requires_grad_() for x in tensors])
+    monkeypatch.setattr(torch.autograd.Function, "apply", None)
+    with torch.no_grad():
+        assert loss(*tensors).equal(expected)
+
+
 def attend(q, k, v, log_g):
     """Compute power attention with a state and Heinsen's attention."""
     y, (S, z) = power_attention(q, k, v, log_g, p=2, form="chunked", chunk_size=16, return_state=True)
