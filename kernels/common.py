@@ -120,7 +120,7 @@ def store_rows(OUT, x, b, start, h, T, H):
     """Write x [N, D] float32 as rows start, start+1, ... of head h of sequence b of OUT, contiguous [B, T, H, D]."""
     N: tl.constexpr = x.shape[0]
     mask = (start + tl.arange(0, N))[:, None] < T
-    tl.store(row_pointers(OUT, b, start, h, T, H, N, x.shape[1]), x.to(OUT.dtype.element_ty), mask)
+    tl.store(row_pointers(OUT, b, start, h, T, H, N, x.shape[1]), x, mask)
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def add_to_rows(OUT, x, b, start, h, T, H):
     to = row_pointers(OUT, b, start, h, T, H, N, D)
     mask = (start + tl.arange(0, N))[:, None] < T
     x += tl.load(to, mask=mask, other=0.0).to(tl.float32)
-    tl.store(to, x.to(OUT.dtype.element_ty), mask)
+    tl.store(to, x, mask)
 
 
 # ---- gates

@@ -46,18 +46,18 @@ def cross_entropy_kernel(X, TARGETS, LOSSES, SCALES, V, padded, stride, BV: tl.c
                 tl.debug_barrier()
                 for begin in range(0, start, BV):
                     e = tl.load(X + begin + first).to(tl.float32)
-                    tl.store(X + begin + first, (e * factor).to(X.dtype.element_ty))
+                    tl.store(X + begin + first, e * factor)
             c = largest
         e = tl.exp(x - c)
         sums += e
         if GRADIENT:
-            tl.store(X + v, e.to(X.dtype.element_ty), v < padded)
+            tl.store(X + v, e, v < padded)
     total, counts = tl.sum(sums, 0), target >= 0
     tl.store(LOSSES + row, tl.where(counts, c + tl.log(total) - of_target, 0.0))
     if GRADIENT:
         tl.store(SCALES + row, tl.where(counts, 1 / total, 0.0))
         tl.debug_barrier()  # the entry has been written above, by another thread
-        tl.store(X + target, (tl.exp(of_target - c) - total).to(X.dtype.element_ty), counts)
+        tl.store(X + target, tl.exp(of_target - c) - total, counts)
 
 
 @torch.library.custom_op("sympow::cross_entropy_", mutates_args=("logits",))

@@ -66,7 +66,7 @@ def _store_state(to, inside, state, bound, orders, UNIT, first, P: tl.constexpr)
     if P > 2:
         state *= orders
         unit *= 1 / ORDERS
-    tl.store(to, state.to(to.dtype.element_ty), inside)
+    tl.store(to, state, inside)
     tl.store(UNIT, unit, first)
 
 

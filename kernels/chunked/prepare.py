@@ -236,7 +236,7 @@ def prepare_kernel(
         tl.store(prepared.unit_x + first + token, unit)
         v = load_rows(V, v_strides, b, start, h, T, N, D).to(tl.float32)
         v *= (factor * tl.load(prepared.unit_v + state))[:, None]
-        tl.store(tile_of(prepared.scaled_v, first + token, D, d), v.to(prepared.scaled_v.dtype.element_ty))
+        tl.store(tile_of(prepared.scaled_v, first + token, D, d), v)
 
 
 @triton.jit

@@ -120,7 +120,7 @@ def square_times_kernel(
             zx = tl.dot(z, x, zx, input_precision=PRECISION)
         unit = unit_scale(tl.max(tl.abs(zx), 0), STATE_EXPONENT) * TO_TOP
         to = spread.zx + (tl.cast(bh - first, tl.int64) * M + m[:, None]) * TP + row
-        tl.store(to, (zx * unit[None, :]).to(spread.zx.dtype.element_ty), inside)
+        tl.store(to, zx * unit[None, :], inside)
         unit_of_part = spread.zx_unit + (tl.cast(bh - first, tl.int64) * parts + part) * TP
         tl.store(unit_of_part + lo + tl.arange(0, BM), 1 / unit)
 

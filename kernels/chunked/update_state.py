@@ -105,10 +105,10 @@ def update_state_kernel(
             wait_for_products(start)
     U = at_index(U, state, entries_of_state(tiles, P, M, D)) + number * (256 * D)
     to = tile_of(U, tl.arange(0, 64), D, tl.arange(0, D))
-    tl.store(to, (acc0 * down).to(U.dtype.element_ty))
-    tl.store(to + 64 * D, (acc1 * down).to(U.dtype.element_ty))
-    tl.store(to + 128 * D, (acc2 * down).to(U.dtype.element_ty))
-    tl.store(to + 192 * D, (acc3 * down).to(U.dtype.element_ty))
+    tl.store(to, acc0 * down)
+    tl.store(to + 64 * D, acc1 * down)
+    tl.store(to + 128 * D, acc2 * down)
+    tl.store(to + 192 * D, acc3 * down)
 
 
 # ---- launcher

@@ -71,5 +71,5 @@ def dkdv_kernel(
             delta = tl.load(entries_of_rows(DELTA, b * H + h, start, T, SUB), mask=inside, other=0.0)
             m, s, z = add_rows(m, s, z, e, dy, inside, PRECISION, delta=delta)
         inside = (start + row < T)[:, None]
-        tl.store(row_pointers(DK, b, start, hkv, T, HKV, SUB, D), dk.to(DK.dtype.element_ty), inside)
-        tl.store(row_pointers(DV, b, start, hkv, T, HKV, SUB, D), dv.to(DV.dtype.element_ty), inside)
+        tl.store(row_pointers(DK, b, start, hkv, T, HKV, SUB, D), dk, inside)
+        tl.store(row_pointers(DV, b, start, hkv, T, HKV, SUB, D), dv, inside)

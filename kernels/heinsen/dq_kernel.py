@@ -61,7 +61,7 @@ def dq_kernel(Q, K, V, DY, L, DOCUMENTS, STATES, DQ, DELTA, T, H, HKV, CHUNK, D:
         inside = start + row < T
         delta = tl.sum(weighted, 1) / tl.sum(share, 1)
         dq = weighted - delta[:, None] * share
-        tl.store(row_pointers(DQ, b, start, h, T, H, SUB, D), dq.to(DQ.dtype.element_ty), inside[:, None])
+        tl.store(row_pointers(DQ, b, start, h, T, H, SUB, D), dq, inside[:, None])
         tl.store(entries_of_rows(DELTA, bh, start, T, SUB), delta, inside)
         k = load_block(K, b, start, hkv, T, D)
         v = load_block(V, b, start, hkv, T, D)

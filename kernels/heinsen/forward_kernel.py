@@ -73,7 +73,7 @@ def forward_kernel(Q, K, V, DOCUMENTS, STATES, Y, L, T, H, HKV, CHUNK, D: tl.con
             den = tl.where(sees, den + w, den)
         inside = start + row < T
         y = num / den[:, None]
-        tl.store(row_pointers(Y, b, start, h, T, H, SUB, D), y.to(Y.dtype.element_ty), inside[:, None])
+        tl.store(row_pointers(Y, b, start, h, T, H, SUB, D), y, inside[:, None])
         tl.store(entries_of_rows(L, bh, start, T, SUB), c + tl.log(den), inside)
         v = load_block(V, b, start, hkv, T, D)
         last = document_of(DOCUMENTS, b, tl.minimum(start + SUB, T) - 1, T)

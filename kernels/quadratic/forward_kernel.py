@@ -153,5 +153,5 @@ def forward_kernel(
     else:
         acc *= undivided[1]
         l *= undivided[1]
-    tl.store(row_pointers(Y, b, first, h, n, H, BM, D), acc.to(Y.dtype.element_ty), mask)
+    tl.store(row_pointers(Y, b, first, h, n, H, BM, D), acc, mask)
     tl.store(at_head(L, n, bh) + (first + tl.arange(0, BM)), l)
