@@ -3,8 +3,8 @@
     y_t = x_t + sum_{j<n} w_{n-1-j} x_{t-j}             convolve, as layers/convolution.py
     z = w y / sqrt(mean(y^2) + eps) silu(g)             gate, as layers/output_gate.py
 
-A program has TOKENS tokens of CHANNELS numbers, or ROWS tokens of one head. Cost: in bfloat16 2 bytes a number read
-and 2 written, for the gate 2 more read; a program's earlier tokens come from the cache. The limit is bandwidth.
+A program has TOKENS tokens of CHANNELS numbers, or ROWS heads. Cost: in bfloat16 2 bytes a number read and 2 written,
+for the gate 2 more read; a program's earlier tokens come from the cache. The limit is bandwidth.
 """
 
 import triton
@@ -31,7 +31,7 @@ def convolution_kernel(
         if RESETS is not None and j > 0:  # a token sees nothing before the newest reset
             seen &= tl.load(RESETS + row - j + 1, seen & (t >= j - 1), 0) == 0
         x = tl.load(X + (row - j) * stride + c, seen & (t >= j) & columns, 0.0)
-        if RECENT is not None and j > 0:
+        if RECENT is not None:
             x += tl.load(RECENT + ((b + 1) * (N - 1) + t - j) * C + c, seen & (t < j) & columns, 0.0)
         w = tl.load(WEIGHT + (N - 1 - j) * C + c, columns, 0.0).to(tl.float32)
         total += x * (w if j else 1 + w)
@@ -55,25 +55,24 @@ def convolve(x, weight, resets=None, recent=None):
 
 @triton.jit
 def gate_kernel(Y, GATE, WEIGHT, Z, stride, rows, H, eps, D: tl.constexpr, W: tl.constexpr, BR: tl.constexpr):
-    """Write BR rows of one head of Z [rows, H, D] for Y, alike, and GATE, with rows `stride` apart.
+    """Write BR rows of Z [rows, D] for the heads Y [rows, D], H of each token, and GATE, with tokens `stride` apart.
 
     W is D or the next power of two.
     """
-    row, head = tl.program_id(0) // H * BR + tl.arange(0, BR)[:, None], tl.program_id(0) % H
-    row, d = tl.cast(row, tl.int64), tl.arange(0, W)[None, :]
-    place, inside = row * H * D + head * D + d, (row < rows) & (d < D)
-    y, w = tl.load(Y + place, inside, 0.0).to(tl.float32), tl.load(WEIGHT + d, d < D, 0.0)
-    g = tl.load(GATE + row * stride + head * D + d, inside, 0.0).to(tl.float32)
-    tl.store(Z + place, gate_heads(y, g, w, D, eps), inside)
+    row, d = tl.program_id(0) * BR + tl.arange(0, BR)[:, None], tl.arange(0, W)[None, :]
+    place, inside = tl.cast(row, tl.int64) * D + d, (row < rows) & (d < D)
+    gate = GATE + tl.cast(row // H, tl.int64) * stride + row % H * D + d
+    y, g = tl.load(Y + place, inside, 0.0).to(tl.float32), tl.load(gate, inside, 0.0).to(tl.float32)
+    tl.store(Z + place, gate_heads(y, g, tl.load(WEIGHT + d, d < D, 0.0), D, eps), inside)
 
 
 def gate(y, gate, weight, eps):
     """Return z in y's dtype for y and gate [B, T, H, D], bfloat16 or float32, and weight [D]."""
     *_, H, D = y.shape
     y, gate = y.contiguous(), gate.reshape(-1, H * D)
-    z = y.new_empty(y.shape)
+    z, rows = y.new_empty(y.shape), len(gate) * H
     with device_guard(y.device):
-        gate_kernel[(triton.cdiv(len(gate), ROWS) * H,)](
-            y, gate, weight, z, gate.stride(0), len(gate), H, eps, D=D, W=triton.next_power_of_2(D), BR=ROWS
+        gate_kernel[(triton.cdiv(rows, ROWS),)](
+            y, gate, weight, z, gate.stride(0), rows, H, eps, D=D, W=triton.next_power_of_2(D), BR=ROWS
         )
     return z

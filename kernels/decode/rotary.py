@@ -16,27 +16,20 @@ from ..common import device_guard
 TOKENS, WARPS = 4, 1  # of a program: 8 entries a thread at head dimension 64
 
 
-@triton.jit(do_not_specialize=["batch_stride", "table_stride", "T", "H"])
-def rotary_kernel(
-    X, Y, COS, SIN, batch_stride, strides, table_stride, T, H, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr
-):
-    """Write BT tokens of Y [B, T, H, D], contiguous: X [B, T, H, D] rotated.
+@triton.jit(do_not_specialize=["rows", "T", "H"])
+def rotary_kernel(X, Y, COS, SIN, strides, rows, T, H, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
+    """Write BT rows of Y [rows, H, D], contiguous: the tokens X [rows, H, D] of all sequences, rotated.
 
-    strides: of a token and a head of X; batch_stride: of a sequence. COS and SIN are [T, D] float32, of each sequence
-    table_stride further. W is D or the next power of two.
+    strides: of a row and a head of X. COS and SIN are [T, D] float32, for T rows after T rows. W is D or the next power
+    of two.
     """
-    b = tl.cast(tl.program_id(1), tl.int64)
-    token = tl.cast(tl.program_id(0) * BT + tl.arange(0, BT), tl.int64)
-    d = tl.arange(0, W)
-    mask = (token < T)[:, None] & (d < D)[None, :]
-    factors = b * table_stride + (token * D)[:, None] + d[None, :]
-    cos, sin = tl.load(COS + factors, mask, 0.0), tl.load(SIN + factors, mask, 0.0)
-    rows = X + (b * batch_stride + token * strides[0])[:, None]
-    rotated_rows = Y + ((b * T + token) * H * D)[:, None]
+    row, d = tl.program_id(0) * BT + tl.arange(0, BT)[:, None], tl.arange(0, W)[None, :]
+    factor, row, mask = tl.cast(row % T, tl.int64) * D + d, tl.cast(row, tl.int64), (row < rows) & (d < D)
+    cos, sin = tl.load(COS + factor, mask, 0.0), tl.load(SIN + factor, mask, 0.0)
     for h in range(H):
-        x = tl.load(rows + h * strides[1] + d[None, :], mask, 0.0).to(tl.float32)
-        partner = tl.load(rows + h * strides[1] + (d ^ 1)[None, :], mask, 0.0).to(tl.float32)
-        tl.store(rotated_rows + h * D + d[None, :], (cos * x + sin * partner).to(Y.dtype.element_ty), mask)
+        head = X + row * strides[0] + h * strides[1]
+        turned = cos * tl.load(head + d, mask, 0.0) + sin * tl.load(head + (d ^ 1), mask, 0.0)
+        tl.store(Y + (row * H + h) * D + d, turned, mask)
 
 
 class Rotation(torch.autograd.Function):
@@ -56,12 +49,12 @@ def rotate(x, cos, sin):
 
     x [B, T, H, D], bfloat16 or float32, any strides; cos, sin [T, D] or [B, T, D] float32.
     """
-    (B, T, H, D), cos, sin = x.shape, cos.contiguous(), sin.contiguous()
-    x = x if x.stride(3) == 1 else x.contiguous()
-    y = x.new_empty(B, T, H, D)
+    y, H, D = x.new_empty(x.shape), *x.shape[2:]
+    x, cos, sin = x.flatten(0, 1), cos.contiguous(), sin.contiguous()
+    x = x if x.stride(2) == 1 else x.contiguous()
     with device_guard(x.device):
-        rotary_kernel[(triton.cdiv(T, TOKENS), B)](
-            x, y, cos, sin, x.stride(0), x.stride()[1:3], T * D if cos.ndim == 3 else 0, T, H,
+        rotary_kernel[(triton.cdiv(len(x), TOKENS),)](
+            x, y, cos, sin, x.stride()[:2], len(x), cos.numel() // D, H,
             D=D, W=triton.next_power_of_2(D), BT=TOKENS, num_warps=WARPS,
         )  # fmt: skip
     return y
