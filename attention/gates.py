@@ -103,17 +103,17 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        return multiply(x, torch.cat(pieces(weight)).t()).unflatten(1, (3, -1)).sum(1)
+        return multiply(x, pieces(weight, 0).t()).unflatten(1, (3, -1)).sum(1)
 
     @staticmethod
     def backward(ctx, d):
         x, weight = ctx.saved_tensors
-        dw = multiply(torch.cat(pieces(d), 1).t(), x).unflatten(0, (3, -1)).sum(0)
+        dw = multiply(pieces(d, 1).t(), x).unflatten(0, (3, -1)).sum(0)
         return d.to(torch.bfloat16) @ weight.to(torch.bfloat16), dw
 
 
-def pieces(x):
-    """Return three bfloat16 tensors that add up to x, float32: each has 8 of its 24 bits.
+def pieces(x, dim):
+    """Return three tensors that add up to x, float32, in one bfloat16 tensor along `dim`: each has 8 of its 24 bits.
 
     They are cut off as bits, because torch.compile leaves out casts to bfloat16 and back where it fuses them.
     """
@@ -121,7 +121,7 @@ def pieces(x):
     for _ in range(2):
         parts.append((x.view(torch.int32) & -65536).view(torch.float32))
         x = x - parts[-1]
-    return [part.to(torch.bfloat16) for part in (*parts, x)]
+    return torch.cat((*parts, x), dim).to(torch.bfloat16)
 
 
 def multiply(a, b):
