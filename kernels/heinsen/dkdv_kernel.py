@@ -16,7 +16,7 @@ registers: dk, dv and the state.
 import triton
 import triton.language as tl
 
-from ..common import chunk_of, row_pointers
+from ..common import chunk_of, store_rows
 from .states import add_rows, keep_state, load_state, state_at
 from .tokens import (
     SUB,
@@ -70,6 +70,5 @@ def dkdv_kernel(
             inside = documents == first
             delta = tl.load(entries_of_rows(DELTA, b * H + h, start, T, SUB), mask=inside, other=0.0)
             m, s, z = add_rows(m, s, z, e, dy, inside, PRECISION, delta=delta)
-        inside = (start + row < T)[:, None]
-        tl.store(row_pointers(DK, b, start, hkv, T, HKV, SUB, D), dk, inside)
-        tl.store(row_pointers(DV, b, start, hkv, T, HKV, SUB, D), dv, inside)
+        store_rows(DK, dk, b, start, hkv, T, HKV)
+        store_rows(DV, dv, b, start, hkv, T, HKV)

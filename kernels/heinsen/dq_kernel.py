@@ -16,7 +16,7 @@ registers: A and P have D entries a row.
 import triton
 import triton.language as tl
 
-from ..common import chunk_of, row_pointers
+from ..common import chunk_of, store_rows
 from .states import State, add_rows, keep_state, load_state, state_at
 from .tokens import (
     SUB,
@@ -58,11 +58,9 @@ def dq_kernel(Q, K, V, DY, L, DOCUMENTS, STATES, DQ, DELTA, T, H, HKV, CHUNK, D:
                 sees &= documents == document_of(DOCUMENTS, b, start + j, T)
             weighted = tl.where(sees[:, None], weighted + p * dp[:, None], weighted)
             share = tl.where(sees[:, None], share + p, share)
-        inside = start + row < T
         delta = tl.sum(weighted, 1) / tl.sum(share, 1)
-        dq = weighted - delta[:, None] * share
-        tl.store(row_pointers(DQ, b, start, h, T, H, SUB, D), dq, inside[:, None])
-        tl.store(entries_of_rows(DELTA, bh, start, T, SUB), delta, inside)
+        store_rows(DQ, weighted - delta[:, None] * share, b, start, h, T, H)
+        tl.store(entries_of_rows(DELTA, bh, start, T, SUB), delta, start + row < T)
         k = load_block(K, b, start, hkv, T, D)
         v = load_block(V, b, start, hkv, T, D)
         last = document_of(DOCUMENTS, b, tl.minimum(start + SUB, T) - 1, T)

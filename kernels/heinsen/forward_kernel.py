@@ -16,7 +16,7 @@ latency of the walk from block to block.
 import triton
 import triton.language as tl
 
-from ..common import EMPTY, chunk_of, maximum, row_pointers
+from ..common import EMPTY, chunk_of, maximum, store_rows
 from .states import add_rows, keep_state, load_state, state_at
 from .tokens import SUB, UNROLL, document_of, documents_of_rows, entries_of_rows, load_block, product, row_of
 
@@ -71,10 +71,8 @@ def forward_kernel(Q, K, V, DOCUMENTS, STATES, Y, L, T, H, HKV, CHUNK, D: tl.con
                 sees &= documents == document_of(DOCUMENTS, b, start + j, T)
             num = tl.where(sees[:, None], num + w[:, None] * v, num)
             den = tl.where(sees, den + w, den)
-        inside = start + row < T
-        y = num / den[:, None]
-        tl.store(row_pointers(Y, b, start, h, T, H, SUB, D), y, inside[:, None])
-        tl.store(entries_of_rows(L, bh, start, T, SUB), c + tl.log(den), inside)
+        store_rows(Y, num / den[:, None], b, start, h, T, H)
+        tl.store(entries_of_rows(L, bh, start, T, SUB), c + tl.log(den), start + row < T)
         v = load_block(V, b, start, hkv, T, D)
         last = document_of(DOCUMENTS, b, tl.minimum(start + SUB, T) - 1, T)
         m, s, z = keep_state(m, s, z, previous == last)
