@@ -35,9 +35,12 @@ class Convolution(nn.Module):
 
     def last_inputs(self, x, resets, recent):
         """Return the last n - 1 inputs [B, n - 1, H, D] once x is read, 0 where a later token does not see them."""
-        documents, begin = self._documents(resets), 1 - len(self.weight)
+        begin = 1 - len(self.weight)
         last = self._prepend(recent, x[:, begin:])[:, begin:]
-        return last.clone() if documents is None else _mask(last, documents[:, begin:] == documents[:, -1:])
+        if resets is None:
+            return last.clone()
+        documents = self._documents(resets[:, begin:])
+        return _mask(last, documents[:, begin:] == documents[:, -1:])
 
     def _prepend(self, recent, x):
         if recent is None:
