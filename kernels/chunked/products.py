@@ -19,11 +19,10 @@ Cost: products are written once and read twice, 4 M bytes a token; M^2 FLOP a to
 limits the first kernel, operands that are made in registers limit the second.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from ..common import PRECISION, SQUARE_DOWN, SUM_TOP, chunk_of, wait_for_products
+from ..common import PRECISION, SQUARE_DOWN, SUM_TOP, chunk_of, empty, wait_for_products
 from .sizes import at_index, entries_of_state, padded_tokens, tile_of
 
 PRODUCTS = 16  # products at a time; the same for every GPU, so not in the table of configs.py
@@ -93,7 +92,7 @@ def update_square_kernel(
 def products(s, scaled):
     """Return xt of the table above, from `scaled` [B * H, D, TP]."""
     M = 2 * s.layout.M  # as entries and, in another order, as scalars
-    xt = torch.empty(len(scaled), M, s.TP, dtype=s.half, device=scaled.device)
+    xt = empty(scaled, len(scaled), M, s.TP, dtype=s.half)
     grid = (len(scaled) * s.TP // 256,)
     products_kernel[grid](scaled, xt, s.layout.factors, s.T, D=s.D, M=M, N=PRODUCTS)
     return xt

@@ -24,12 +24,11 @@ to 80 rows of xt and all values of its chunk, from the L2 cache. The matrix unit
 latency is the limit, at two programs an SM (70% of the matrix unit's rate for p = 2).
 """
 
-import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..common import PRECISION, SUM_TOP, chunk_of, wait_for_products
+from ..common import PRECISION, SUM_TOP, chunk_of, empty, wait_for_products
 from ..configs import choose, reads_by_descriptor
 from .products import update_square
 from .sizes import at_index, entries_of_state, padded_tokens, tile_of
@@ -119,7 +118,7 @@ def update_state(s, heads, prepared, config=None):
 
     heads: the number of heads in `prepared`, H or Hkv. D is 16 to 128 for p = 2 and 16 to 64 for p = 4.
     """
-    U = torch.empty(s.B * s.HKV, s.chunks, s.F, dtype=s.half, device=prepared.xt.device)
+    U = empty(prepared.xt, s.B * s.HKV, s.chunks, s.F, dtype=s.half)
     config = config or choose("update_state", s.q, s.p)
     values, descriptor = prepared.scaled_v, reads_by_descriptor(s.q)
     if descriptor:

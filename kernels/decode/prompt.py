@@ -25,16 +25,16 @@ def convolution_kernel(
     """
     row = tl.program_id(0) * BT + tl.arange(0, BT)[:, None]
     c = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
-    t, b, row = row % T, tl.cast(row // T, tl.int64), tl.cast(row, tl.int64)  # 32 bits divide faster
+    t, b, row = row % T, (row // T).to(tl.int64), row.to(tl.int64)  # 32 bits divide faster
     seen, columns, total = row < rows, c < C, tl.zeros([BT, BC], tl.float32)
     for j in tl.static_range(N):
-        if RESETS is not None and j > 0:  # a token sees nothing before the newest reset
-            seen &= tl.load(RESETS + row - j + 1, seen & (t >= j - 1), 0) == 0
         x = tl.load(X + (row - j) * stride + c, seen & (t >= j) & columns, 0.0)
         if RECENT is not None:
             x += tl.load(RECENT + ((b + 1) * (N - 1) + t - j) * C + c, seen & (t < j) & columns, 0.0)
         w = tl.load(WEIGHT + (N - 1 - j) * C + c, columns, 0.0).to(tl.float32)
         total += x * (w if j else 1 + w)
+        if RESETS is not None:  # a token sees nothing before the newest reset
+            seen &= tl.load(RESETS + row - j, seen & (t >= j), 0) == 0
     tl.store(Y + row * C + c, total, (row < rows) & columns)
 
 
@@ -60,8 +60,8 @@ def gate_kernel(Y, GATE, WEIGHT, Z, stride, rows, H, eps, D: tl.constexpr, W: tl
     W is D or the next power of two.
     """
     row, d = tl.program_id(0) * BR + tl.arange(0, BR)[:, None], tl.arange(0, W)[None, :]
-    place, inside = tl.cast(row, tl.int64) * D + d, (row < rows) & (d < D)
-    gate = GATE + tl.cast(row // H, tl.int64) * stride + row % H * D + d
+    place, inside = row.to(tl.int64) * D + d, (row < rows) & (d < D)
+    gate = GATE + (row // H).to(tl.int64) * stride + row % H * D + d
     y, g = tl.load(Y + place, inside, 0.0).to(tl.float32), tl.load(gate, inside, 0.0).to(tl.float32)
     tl.store(Z + place, gate_heads(y, g, tl.load(WEIGHT + d, d < D, 0.0), D, eps), inside)
 

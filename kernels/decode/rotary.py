@@ -24,7 +24,7 @@ def rotary_kernel(X, Y, COS, SIN, strides, rows, T, H, D: tl.constexpr, W: tl.co
     of two.
     """
     row, d = tl.program_id(0) * BT + tl.arange(0, BT)[:, None], tl.arange(0, W)[None, :]
-    factor, row, mask = tl.cast(row % T, tl.int64) * D + d, tl.cast(row, tl.int64), (row < rows) & (d < D)
+    factor, row, mask = (row % T).to(tl.int64) * D + d, row.to(tl.int64), (row < rows) & (d < D)
     cos, sin = tl.load(COS + factor, mask, 0.0), tl.load(SIN + factor, mask, 0.0)
     for h in range(H):
         head = X + row * strides[0] + h * strides[1]

@@ -56,6 +56,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common import device_guard, empty, padded
 from ..configs import choose, reads_by_descriptor
+from ..transforms import empty_like
 from .dkdv_kernel import dkdv_kernel
 from .dq_kernel import dq_kernel
 from .forward_kernel import forward_kernel
@@ -80,8 +81,7 @@ def forward(
     w_ij = decay_ij (scale q_i . k_j)^p, to which other parts of the sums may be added.
     """
     (B, n, H, D), (T, HKV) = q.shape, k.shape[1:3]
-    y = torch.empty(q.shape, dtype=q.dtype if normalize else torch.float32, device=q.device)
-    l = torch.zeros(B, H, padded(n), dtype=torch.float32, device=q.device)
+    y, l = empty_like(q, None if normalize else torch.float32), _zeros(q, B, H, padded(n))
     c = config or choose("forward", q, p, log_g is not None, chunk is not None)
     with device_guard(q.device):
         key_scale, gates = _key_scales(k, log_g, p, normalize), tile_gates(log_g, c.BN, 0.5)
@@ -110,10 +110,7 @@ def backward(
     needs_q, needs_kv, needs_last = needs
     rows = needs_last and log_g is not None
     needs_kv = needs_kv or rows  # dkdv_kernel completes row
-    dq, dk, dv = (
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
-        for x, needed in ((q, needs_q), (k, needs_kv), (v, needs_kv))
-    )
+    dq, dk, dv = (empty_like(x) if needed else None for x, needed in ((q, needs_q), (k, needs_kv), (v, needs_kv)))
     pair, g, row = empty(q, B, H, padded(n), 2), None, None
     if log_g is not None:
         g = empty(q, B, H, padded(n))
