@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import device_guard
+from .common import device_guard, empty
 
 BLOCK = 1024  # entries of a row at a time
 HEADROOM = tl.constexpr(60.0)  # exp(60) times a vocabulary is far from float32's and bfloat16's largest number
@@ -69,7 +69,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, vocab_size: int, gradient: b
     targets [N] int64; -1 gives zeros.
     """
     N, V = logits.shape
-    losses = torch.empty(N, dtype=torch.float32, device=logits.device)
+    losses = empty(logits, N)
     scales = losses.new_empty(N if gradient else 0)
     with device_guard(logits.device):
         block = min(BLOCK, triton.next_power_of_2(V))

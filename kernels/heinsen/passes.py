@@ -43,6 +43,7 @@ import torch
 import triton
 
 from ..common import device_guard, empty
+from ..transforms import empty_like
 from .dkdv_kernel import dkdv_kernel
 from .dq_kernel import dq_kernel
 from .forward_kernel import forward_kernel
@@ -99,7 +100,7 @@ def backward(dy, q, k, v, documents, L, initial=None, final=None):
     final: (m, dS, dz) of the last state: its reference and the gradient to it, or None. The others are as in `forward`.
     """
     (B, T, H, _), HKV = q.shape, k.shape[2]
-    dq, dk, dv = (empty(q, *x.shape, dtype=x.dtype) for x in (q, k, v))
+    dq, dk, dv = map(empty_like, (q, k, v))
     delta = torch.empty_like(L)
     documents, initial = _contiguous(documents, initial)
     inputs = [rows(x) for x in (q, k, v, dy)]
