@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
@@ -65,14 +66,14 @@ def test_a_model_reads_and_evaluates_by_them_as_by_its_modules(packed, monkeypat
         assert kernel.dtype == module.dtype and relative_error(kernel, module, 0) < rounding
 
 
-def test_they_compute_what_needs_no_gradient_on_a_gpu_and_no_transform_or_graph_asks_for():
-    answers = []
+def test_they_compute_on_a_gpu_what_needs_no_gradient_and_nothing_traces(monkeypatch):
+    answers, x = [], torch.randn(2, 3, device=DEVICE)
     ask = lambda x: answers.append(dispatch.prompt_kernels(x) is prompt) or x
-    x = torch.randn(2, 3, device=DEVICE)
-    ask(x)
     with torch.no_grad():
         torch.func.vmap(ask)(ask(x))
-    with torch.inference_mode():
+        monkeypatch.setattr(dispatch, "why_not", lambda *sizes: "")
+        with FlopCounterMode(display=False):
+            ask(x)
         torch.compile(ask, backend="eager")(ask(x))
-    ask(x.double())
-    assert answers == [False, GPU, False, GPU, False, False]
+    ask(x)
+    assert answers == [GPU, False, False, True, False, False]

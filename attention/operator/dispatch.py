@@ -150,13 +150,12 @@ why_not._dynamo_marked_constant = True
 
 
 def prompt_kernels(x):
-    """Return the module kernels.decode.prompt if it takes x, which must need no gradient, else None.
+    """Return the module kernels.decode.prompt if it takes x, else None, as where gradients are recorded.
 
-    torch.compile makes one pass of each of its functions too.
+    torch.compile makes one pass of each of its functions too, and modes want to see operators.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or why_not("prompt", x.device, x.dtype):
-        return None
-    return backend.prompt()
+    watched = torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack()
+    return None if watched or why_not("prompt", x.device, x.dtype) else backend.prompt()
 
 
 def disable_kernels(reason):

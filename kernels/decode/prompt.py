@@ -3,8 +3,8 @@
     y_t = x_t + sum_{j<n} w_{n-1-j} x_{t-j}             convolve, as layers/convolution.py
     z = w y / sqrt(mean(y^2) + eps) silu(g)             gate, as layers/output_gate.py
 
-A program has TOKENS tokens of CHANNELS numbers, or ROWS heads. Cost: in bfloat16 2 bytes a number read and 2 written,
-for the gate 2 more read; a program's earlier tokens come from the cache. The limit is bandwidth.
+A program has TOKENS tokens of CHANNELS numbers, or heads with ENTRIES numbers. Cost: in bfloat16 2 bytes a number read
+and 2 written, for the gate 2 more read; a program's earlier tokens come from the cache. The limit is bandwidth.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..common import device_guard, gate_heads
 
-TOKENS, CHANNELS, ROWS = 16, 256, 32
+TOKENS, CHANNELS, ENTRIES = 16, 256, 2048
 
 
 @triton.jit(do_not_specialize=["T", "rows"])
@@ -27,12 +27,12 @@ def convolution_kernel(
     c = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
     t, b, row = row % T, (row // T).to(tl.int64), row.to(tl.int64)  # 32 bits divide faster
     seen, columns, total = row < rows, c < C, tl.zeros([BT, BC], tl.float32)
-    for j in tl.static_range(N):
+    for j in tl.range(N, loop_unroll_factor=4):  # all of 64 would take Triton 20 s
         x = tl.load(X + (row - j) * stride + c, seen & (t >= j) & columns, 0.0)
         if RECENT is not None:
             x += tl.load(RECENT + ((b + 1) * (N - 1) + t - j) * C + c, seen & (t < j) & columns, 0.0)
         w = tl.load(WEIGHT + (N - 1 - j) * C + c, columns, 0.0).to(tl.float32)
-        total += x * (w if j else 1 + w)
+        total += x * (w + (j == 0))
         if RESETS is not None:  # a token sees nothing before the newest reset
             seen &= tl.load(RESETS + row - j, seen & (t >= j), 0) == 0
     tl.store(Y + row * C + c, total, (row < rows) & columns)
@@ -70,9 +70,8 @@ def gate(y, gate, weight, eps):
     """Return z in y's dtype for y and gate [B, T, H, D], bfloat16 or float32, and weight [D]."""
     *_, H, D = y.shape
     y, gate = y.contiguous(), gate.reshape(-1, H * D)
-    z, rows = y.new_empty(y.shape), len(gate) * H
+    z, rows, W = y.new_empty(y.shape), len(gate) * H, triton.next_power_of_2(D)
+    BR = max(1, ENTRIES // W)
     with device_guard(y.device):
-        gate_kernel[(triton.cdiv(rows, ROWS),)](
-            y, gate, weight, z, gate.stride(0), rows, H, eps, D=D, W=triton.next_power_of_2(D), BR=ROWS
-        )
+        gate_kernel[(triton.cdiv(rows, BR),)](y, gate, weight, z, gate.stride(0), rows, H, eps, D=D, W=W, BR=BR)
     return z
