@@ -25,7 +25,6 @@ from sympow.experiments.report import (
     entries_of,
     loss_cell,
     parameters_cell,
-    spread,
     table,
     texts_cell,
     tokens_cell,
@@ -157,17 +156,22 @@ def trained(records, names=CONTENDERS, suffix=""):
     ]
 
 
-def rate_cell(entry, rate):
-    """Return the validation loss of the first seed at one rate."""
-    first = [record for record in entry.records if record["settings"]["seed"] == SEEDS[0]]
-    return spread([val_loss(record) for record in first if record["settings"]["learning_rate"] == rate])
+def first_losses(entry):
+    """Return {"OPTIMIZER, RATE": validation loss} of an Entry's runs with the first seed."""
+    losses = {}
+    for record in entry.records:
+        settings = record["settings"]
+        if settings["seed"] == SEEDS[0]:
+            losses[f"{settings.get('optimizer', 'adamw')}, {settings['learning_rate']:g}"] = f"{val_loss(record):.4f}"
+    return losses
 
 
 def rates_table(title, entries):
     """Return the table of the first seed's losses by rate of Entries that are named CONTENDER, lr RATE."""
-    rates = sorted({entry.record["settings"]["learning_rate"] for entry in entries})
-    columns = [(f"{rate:g}", partial(rate_cell, rate=rate)) for rate in rates]
-    return table(f"Validation loss by learning rate, {title}, seed {SEEDS[0]}", columns, merge_rates(entries).values())
+    contenders = merge_rates(entries).values()
+    rates = sorted({rate for entry in contenders for rate in first_losses(entry)})
+    columns = [(rate, lambda entry, rate=rate: first_losses(entry).get(rate)) for rate in rates]
+    return table(f"Validation loss by learning rate, {title}, seed {SEEDS[0]}", columns, contenders)
 
 
 def best_table(title, entries, columns=()):
@@ -207,10 +211,10 @@ def report(entries, size):
     columns = [*measured_columns(size), (f"tokens/s at {contexts}", partial(speeds_cell, speeds=speeds))]
     tried, earlier, blocks, points = trained(records), trained(records, suffix=", AdamW"), [], {}
     if tried:
-        blocks = [rates_table("Muon", tried), best_table("The best rates, Muon", tried, columns)]
+        blocks = [rates_table("AdamW and Muon", tried + earlier), best_table("The best rates, Muon", tried, columns)]
         blocks.append("Differences have 95% confidence intervals, over the seeds or over the texts.")
     if earlier:
-        blocks += [rates_table("AdamW", earlier), best_table("The best rates, AdamW", earlier)]
+        blocks.append(best_table("The best rates, AdamW", earlier))
     for name, entry in best_rates(tried).items():
         if sizes := entry.measured("size"):
             points[name] = [sizes[0]["bytes"][-1] / 1e6], [entry.loss]

@@ -355,7 +355,7 @@ def test_distances_to_softmax_are_beside_those_of_the_recipe(tmp_path):
     write_json(str(tmp_path / "recipe.json"), {"runs": {row.name: row.record for row in smaller}})
     size, rows = replace(SIZES["tiny"], folder=str(tmp_path)), {row.name: row for row in worse + best}
     (rates, *tables), _ = recipe.report_beside(rows, size, title="T", names=larger.NAMES)
-    assert "| p=2, heads of 64 | 1.1000 | 1.4000 |" in rates
+    assert "| run | adamw, 0.0006 | adamw, 0.0012 |" in rates and "| p=2, heads of 64 | 1.1000 | 1.4000 |" in rates
     for text, row in zip(tables, ("lr 0.0006 | 1.1000 | +0.1000 |", "lr 0.0024 | 1.5000 | +0.3000 |")):
         assert f"| p=2, heads of 64, {row}" in text and "| 1,000 (2.5 epochs) |" in text
 
