@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import LLAMA, ROOT, join, start_ranks
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, pad
+from torch.nn.parallel import DistributedDataParallel
 
 transformers = pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM  # noqa: E402
@@ -483,27 +486,32 @@ def test_the_recipe_of_transforms(monkeypatch):
             assert torch.allclose(of["compiled"](part), layer(part), atol=1e-6)
 
 
+def make_layers():
+    """Return two layers with the same weights at every call."""
+    torch.manual_seed(1)
+    return torch.nn.Sequential(*(sympow.Attention(n_embd=64, n_head=4) for _ in range(2)))
+
+
 def ranks():
-    """Run the recipe for several ranks and compare its gradients with those of all samples on one rank."""
-    of = run_recipe("On several ranks")
+    """Compare gradients of layers on two ranks, copied and sharded, with those of all samples on one rank."""
+    dist.init_process_group("gloo")
     torch.manual_seed(0)
     x = torch.randn(2, 4, 20, 64)
-    assert torch.equal(x[of["dist"].get_rank()], of["x"])
-    for seed, found in ((0, of["layers"]), (1, of["sharded"])):
-        torch.manual_seed(seed)
-        if seed == 0:
-            torch.randn_like(x)
-        whole = torch.nn.Sequential(*(of["sympow"].Attention(n_embd=64, n_head=4) for _ in range(2)))
-        whole(x.flatten(0, 1)).square().mean().backward()
-        for p, q in zip(whole.parameters(), found.parameters(), strict=True):
-            g = q.grad.full_tensor() if seed else q.grad
-            assert_close(g, p.grad)
-    of["dist"].destroy_process_group()
+    whole, copies, shards = make_layers(), make_layers(), make_layers()
+    for layer in (*shards, shards):
+        fully_shard(layer)
+    own = x[dist.get_rank()]  # each rank has samples of its own
+    for layers, samples in ((whole, x.flatten(0, 1)), (DistributedDataParallel(copies), own), (shards, own)):
+        layers(samples).square().mean().backward()
+    for p, q, r in zip(whole.parameters(), copies.parameters(), shards.parameters(), strict=True):
+        assert_close(q.grad, p.grad)
+        assert_close(r.grad.full_tensor(), p.grad)
+    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(os.environ.get("TEST_GPU")), reason="the ranks have no GPUs")
-def test_the_recipe_for_several_ranks(tmp_path):
+def test_layers_on_several_ranks_have_the_gradients_of_one(tmp_path):
     assert join(*start_ranks(2, ranks, cwd=tmp_path)) == [0, 0], (tmp_path / "rank_0").read_text()
 
 
