@@ -158,20 +158,20 @@ def trained(records, names=CONTENDERS, suffix=""):
 
 def first_losses(entry):
     """Return {"OPTIMIZER, RATE": validation loss} of an Entry's runs with the first seed."""
-    losses = {}
-    for record in entry.records:
-        settings = record["settings"]
-        if settings["seed"] == SEEDS[0]:
-            losses[f"{settings.get('optimizer', 'adamw')}, {settings['learning_rate']:g}"] = f"{val_loss(record):.4f}"
-    return losses
+    return {
+        "{optimizer}, {learning_rate:g}".format(
+            **{"optimizer": "adamw"} | record["settings"]
+        ): f"{val_loss(record):.4f}"
+        for record in entry.records
+        if record["settings"]["seed"] == SEEDS[0]
+    }
 
 
-def rates_table(title, entries):
-    """Return the table of the first seed's losses by rate of Entries that are named CONTENDER, lr RATE."""
-    contenders = merge_rates(entries).values()
-    rates = sorted({rate for entry in contenders for rate in first_losses(entry)})
+def rates_table(entries):
+    """Return the table of the first seed's losses by rate, of Entries named CONTENDER, lr RATE."""
+    rates = sorted({rate for entry in entries for rate in first_losses(entry)})
     columns = [(rate, lambda entry, rate=rate: first_losses(entry).get(rate)) for rate in rates]
-    return table(f"Validation loss by learning rate, {title}, seed {SEEDS[0]}", columns, contenders)
+    return table(f"Validation loss by learning rate, seed {SEEDS[0]}", columns, merge_rates(entries).values())
 
 
 def best_table(title, entries, columns=()):
@@ -211,10 +211,13 @@ def report(entries, size):
     columns = [*measured_columns(size), (f"tokens/s at {contexts}", partial(speeds_cell, speeds=speeds))]
     tried, earlier, blocks, points = trained(records), trained(records, suffix=", AdamW"), [], {}
     if tried:
-        blocks = [rates_table("AdamW and Muon", tried + earlier), best_table("The best rates, Muon", tried, columns)]
-        blocks.append("Differences have 95% confidence intervals, over the seeds or over the texts.")
-    if earlier:
-        blocks.append(best_table("The best rates, AdamW", earlier))
+        blocks = [
+            rates_table(tried + earlier),
+            best_table("The best rates, Muon", tried, columns),
+            "Differences have 95% confidence intervals, over the seeds or over the texts.",
+        ]
+    if several := [entry for entry in earlier if entry.records[1:]]:
+        blocks.append(best_table("Several seeds, AdamW", several))
     for name, entry in best_rates(tried).items():
         if sizes := entry.measured("size"):
             points[name] = [sizes[0]["bytes"][-1] / 1e6], [entry.loss]
@@ -226,7 +229,7 @@ def report_beside(entries, size, title, names):
     """Return the tables of other models of these contenders, and of this experiment's models, without a figure."""
     tables = {title: list(entries.values()), "experiments.recipe": trained(size.records(NAME).values(), names)}
     columns = [("tokens", tokens_cell), *measured_columns(size)]
-    blocks = [rates_table(title, entries.values())]
+    blocks = [rates_table(entries.values())]
     return blocks + [best_table(*rows, columns) for rows in tables.items() if rows[1]], None
 
 
