@@ -158,13 +158,13 @@ def trained(records, names=CONTENDERS, suffix=""):
 
 def first_losses(entry):
     """Return {"OPTIMIZER, RATE": validation loss} of an Entry's runs with the first seed."""
-    return {
-        "{optimizer}, {learning_rate:g}".format(
-            **{"optimizer": "adamw"} | record["settings"]
-        ): f"{val_loss(record):.4f}"
-        for record in entry.records
-        if record["settings"]["seed"] == SEEDS[0]
-    }
+    losses = {}
+    for record in entry.records:
+        settings = record["settings"]
+        if settings["seed"] == SEEDS[0]:
+            name = f"{settings.get('optimizer', 'adamw')}, {settings['learning_rate']:g}"
+            losses[name] = f"{val_loss(record):.4f}"
+    return losses
 
 
 def rates_table(entries):
