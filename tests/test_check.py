@@ -69,7 +69,7 @@ def test_what_is_compared_is_what_will_be_run(on_gpu, monkeypatch):
     compared = []
     monkeypatch.setattr(check, "compare", lambda sizes, device: compared.extend(sizes) or "wrong")
     assert check.compare_plans([plans[0], plans[0]], torch.bfloat16, "cuda", 64) == "wrong"
-    assert [size.form for size in compared] == ["rotary", "cross_entropy", "quadratic"]
+    assert [size.form for size in compared] == ["rotary", "prompt", "cross_entropy", "quadratic"]
 
 
 def test_a_check_runs_once_for_a_machine_and_its_failures_again_in_the_next_process(machine, monkeypatch):

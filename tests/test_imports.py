@@ -26,7 +26,7 @@ REACHED = {
     ("model.py", False): (41, 24790),
     ("model.py", True): (76, 51660),
     ("train.py", False): (74, 47820),
-    ("train.py", True): (114, 81230),
+    ("train.py", True): (114, 81480),
 }
 UNCOUNTED = ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop, ast.Module
 MODEL = {"model", "layers", "attention", "kernels"}

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from numerics import DEVICE, GPU, relative_error  # noqa: E402
 
-from sympow.attention.operator import dispatch  # noqa: E402
+from sympow.attention.operator import check, dispatch  # noqa: E402
 from sympow.kernels.decode import prompt  # noqa: E402
 from sympow.layers import convolution, output_gate  # noqa: E402
 from sympow.layers.convolution import Convolution  # noqa: E402
@@ -47,6 +47,14 @@ def test_a_gated_prompt_equals_float64(T, H, D, eps, dtype):
     layer.weight.normal_(mean=1)
     z = prompt.gate(y, gate, layer.weight, eps)
     assert z.dtype == dtype and relative_error(z, layer.double()(y.double(), gate.double()), 0) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("kernel", ["convolve", "gate"])
+def test_the_comparison_before_a_prompt_finds_wrong_numbers(kernel, monkeypatch):
+    size = check.Size("prompt", torch.float32, 20)
+    assert check.errors(size, 37, DEVICE)["y"] < 1e-6
+    monkeypatch.setattr(prompt, kernel, lambda x, *args, **options: x)
+    assert check.errors(size, 37, DEVICE)["y"] > 0.1
 
 
 @pytest.mark.parametrize("packed", [False, True])

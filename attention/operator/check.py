@@ -114,6 +114,28 @@ def create_rotary_inputs(size, T, randn):
     return dict(x=x), dict(cos=cos, sin=sin), randn(*x.shape).to(size.dtype)
 
 
+# ---- prompts: the convolution, and the gate on the output
+
+
+def create_prompt_inputs(size, T, randn):
+    """Create heads and their gates, views of a fused projection's, and the tokens before. Nothing has a gradient."""
+    x, gate = randn(2, T, 7, size.D).to(size.dtype)[:, :, 1:].split(3, dim=2)
+    recent = randn(2, 3, 3, size.D).to(size.dtype)
+    return {}, dict(x=x, gate=gate, recent=recent, weight=randn(4, 3 * size.D)), randn(4, T, 3, size.D)
+
+
+def read_prompt(x, gate, recent, weight):
+    kernels = backend.prompt()
+    return torch.cat((kernels.convolve(x, weight, recent=recent), kernels.gate(x, gate, weight[0], 1e-5)))
+
+
+def prompt_specification(x, gate, recent, weight):
+    x, gate, w = x.double(), gate.double(), weight.double().view(4, *x.shape[2:])
+    inputs = torch.cat((recent, x), 1).unfold(1, 4, 1)  # four tokens for each one
+    gated = F.rms_norm(x, x.shape[3:], w[0, 0], 1e-5) * F.silu(gate)
+    return torch.cat((x + torch.einsum("bthdn,nhd->bthd", inputs, w), gated))
+
+
 # ---- cross entropy
 
 
@@ -150,6 +172,7 @@ OPERATORS = {
     "rotary": Operator(
         create_rotary_inputs, lambda x, cos, sin: backend.rotary().Rotation.apply(x, cos, sin), rotary.turn, (400,)
     ),
+    "prompt": Operator(create_prompt_inputs, read_prompt, prompt_specification, (400,)),
     "cross_entropy": Operator(create_cross_entropy_inputs, cross_entropy, cross_entropy_specification, (400,)),
 }
 
@@ -186,6 +209,8 @@ SIZES = [
     Size("heinsen", FP32, 32),
     Size("rotary", BF16, 64),
     Size("rotary", FP32, 48),
+    Size("prompt", BF16, 64),
+    Size("prompt", FP32, 48),
     *(Size("cross_entropy", dtype) for dtype in (BF16, FP32)),
 ]
 
@@ -270,7 +295,7 @@ def differentiate(function, inputs, arguments, dy):
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     y = function(**leaves, **arguments)
     product = (y * dy.to(y.dtype)).sum()  # torch.autograd.grad(y, ..., dy) would import sympy, which takes a second
-    gradients = torch.autograd.grad(product, [*leaves.values()])
+    gradients = torch.autograd.grad(product, [*leaves.values()]) if leaves else ()
     return {"y": y, **{f"d{name}": gradient for name, gradient in zip(leaves, gradients)}}
 
 
@@ -299,9 +324,9 @@ def compare(sizes, device="cuda"):
 def compare_plans(plans, dtype, device, D):
     """Return "" if the kernels of these Plans agree with float64 on a GPU, else one line that says what is wrong.
 
-    With them go the losses and the rotations of heads of D entries, in `dtype`.
+    With them go, in `dtype`, the losses, and for heads of D entries rotations, convolution and output gate.
     """
-    pointwise = Size("rotary", dtype, D), Size("cross_entropy", dtype)
+    pointwise = Size("rotary", dtype, D), Size("prompt", dtype, D), Size("cross_entropy", dtype)
     sizes = [size for size in pointwise if not why_not(size.form, device, dtype)]
     sizes += [chosen.size for chosen in plans if chosen.size]
     return compare(dict.fromkeys(sizes), device)
