@@ -45,7 +45,8 @@ def convolve(x, weight, resets=None, recent=None):
     where it is true sees nothing before it.
     """
     (n, C), T, y = weight.shape, x.shape[1], x.new_empty(x.shape)
-    x, (recent, resets) = x.reshape(-1, C), (z if z is None else z.contiguous() for z in (recent, resets))
+    x = x.reshape(-1, C)
+    recent, resets = (z if z is None else z.contiguous() for z in (recent, resets))
     with device_guard(x.device):
         convolution_kernel[(triton.cdiv(len(x), TOKENS), triton.cdiv(C, CHANNELS))](
             x, recent, resets, weight, y, x.stride(0), len(x), T, C, N=n, BT=TOKENS, BC=CHANNELS
