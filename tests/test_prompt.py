@@ -49,6 +49,15 @@ def test_a_gated_prompt_equals_float64(T, H, D, eps, dtype):
     assert z.dtype == dtype and relative_error(z, layer.double()(y.double(), gate.double()), 0) < ROUNDING[dtype]
 
 
+@torch.no_grad()
+def test_numbers_that_do_not_stand_side_by_side_are_read_as_they_are():
+    x, layer, norm = torch.randn(2, 5, 3, 16, device=DEVICE)[..., ::2], Convolution(24, 4), OutputGate(8)
+    y = prompt.convolve(x, layer.to(DEVICE).weight)
+    z = prompt.gate(x, x, norm.to(DEVICE).weight, norm.eps)
+    assert relative_error(y, layer.double()(x.double()), 0) < 1e-6
+    assert relative_error(z, norm.double()(x.double(), x.double()), 0) < 1e-6
+
+
 @pytest.mark.parametrize("kernel", ["convolve", "gate"])
 def test_the_comparison_before_a_prompt_finds_wrong_numbers(kernel, monkeypatch):
     size = check.Size("prompt", torch.float32, 20)

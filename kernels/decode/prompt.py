@@ -45,7 +45,7 @@ def convolve(x, weight, resets=None, recent=None):
     where it is true sees nothing before it.
     """
     (n, C), T, y = weight.shape, x.shape[1], x.new_empty(x.shape)
-    x = x.reshape(-1, C)
+    x = as_rows(x, C)
     recent, resets = (z if z is None else z.contiguous() for z in (recent, resets))
     with device_guard(x.device):
         convolution_kernel[(triton.cdiv(len(x), TOKENS), triton.cdiv(C, CHANNELS))](
@@ -70,9 +70,15 @@ def gate_kernel(Y, GATE, WEIGHT, Z, stride, rows, H, eps, D: tl.constexpr, W: tl
 def gate(y, gate, weight, eps):
     """Return z in y's dtype for y and gate [B, T, H, D], bfloat16 or float32, and weight [D]."""
     *_, H, D = y.shape
-    y, gate = y.contiguous(), gate.reshape(-1, H * D)
+    y, gate = y.contiguous(), as_rows(gate, H * D)
     z, rows, W = y.new_empty(y.shape), len(gate) * H, triton.next_power_of_2(D)
     BR = max(1, ENTRIES // W)
     with device_guard(y.device):
         gate_kernel[(triton.cdiv(rows, BR),)](y, gate, weight, z, gate.stride(0), rows, H, eps, D=D, W=W, BR=BR)
     return z
+
+
+def as_rows(x, C):
+    """Return x as rows of C numbers that stand side by side, the rows with any stride."""
+    rows = x.reshape(-1, C)  # may be a view of every second number
+    return rows if rows.stride(1) == 1 else rows.contiguous()
