@@ -68,7 +68,7 @@ def compare_plans(plans, dtype, model):
         return ""
     from ..attention.operator import check  # with the specifications of all operators: where there are kernels
 
-    return check.compare_plans(plans, dtype, device, model.config.head_dim)
+    return check.compare_plans(plans, dtype, device, model.config)
 
 
 def choose_numerics(cfg, device, dtype):

@@ -68,8 +68,11 @@ def test_what_is_compared_is_what_will_be_run(on_gpu, monkeypatch):
     assert forms == ["quadratic", "states", "states", "quadratic", "chunked", "states", "states", "states"]
     compared = []
     monkeypatch.setattr(check, "compare", lambda sizes, device: compared.extend(sizes) or "wrong")
-    assert check.compare_plans([plans[0], plans[0]], torch.bfloat16, "cuda", 64) == "wrong"
-    assert [size.form for size in compared] == ["rotary", "prompt", "cross_entropy", "quadratic"]
+    for convolution, output_gate, prompt in (0, False, []), (4, False, ["prompt"]), (0, True, ["prompt"]):
+        config = GPTConfig(convolution=convolution, output_gate=output_gate)
+        assert check.compare_plans([plans[0], plans[0]], torch.bfloat16, "cuda", config) == "wrong"
+        assert [size.form for size in compared] == ["rotary", "cross_entropy", *prompt, "quadratic"]
+        compared.clear()
 
 
 def test_a_check_runs_once_for_a_machine_and_its_failures_again_in_the_next_process(machine, monkeypatch):

@@ -321,12 +321,14 @@ def compare(sizes, device="cuda"):
     return ""
 
 
-def compare_plans(plans, dtype, device, D):
+def compare_plans(plans, dtype, device, config):
     """Return "" if the kernels of these Plans agree with float64 on a GPU, else one line that says what is wrong.
 
-    With them go, in `dtype`, the losses, and for heads of D entries rotations, convolution and output gate.
+    With them go, in `dtype`, the losses, the rotations and, if the GPTConfig has them, convolution and output gate.
     """
-    pointwise = Size("rotary", dtype, D), Size("prompt", dtype, D), Size("cross_entropy", dtype)
+    pointwise = [Size("rotary", dtype, config.head_dim), Size("cross_entropy", dtype)]
+    if config.convolution or config.output_gate:
+        pointwise.append(Size("prompt", dtype, config.head_dim))
     sizes = [size for size in pointwise if not why_not(size.form, device, dtype)]
     sizes += [chosen.size for chosen in plans if chosen.size]
     return compare(dict.fromkeys(sizes), device)
