@@ -311,6 +311,12 @@ def empty(like, *shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
+def as_rows(x, C):
+    """Return x as rows of C numbers that stand side by side, the rows with any stride."""
+    rows = x.reshape(-1, C)  # may be a view of every second number
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def device_guard(device):
     """Return a context in which Triton launches on `device`; a tensor's device need not be the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -10,7 +10,7 @@ and 2 written, for the gate 2 more read; a program's earlier tokens come from th
 import triton
 import triton.language as tl
 
-from ..common import device_guard, gate_heads
+from ..common import as_rows, device_guard, gate_heads
 
 TOKENS, CHANNELS, ENTRIES = 16, 256, 2048
 
@@ -76,9 +76,3 @@ def gate(y, gate, weight, eps):
     with device_guard(y.device):
         gate_kernel[(triton.cdiv(rows, BR),)](y, gate, weight, z, gate.stride(0), rows, H, eps, D=D, W=W, BR=BR)
     return z
-
-
-def as_rows(x, C):
-    """Return x as rows of C numbers that stand side by side, the rows with any stride."""
-    rows = x.reshape(-1, C)  # may be a view of every second number
-    return rows if rows.stride(1) == 1 else rows.contiguous()

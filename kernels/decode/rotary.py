@@ -11,23 +11,23 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import device_guard
+from ..common import as_rows, device_guard
 
 TOKENS, WARPS = 4, 1  # of a program: 8 entries a thread at head dimension 64
 
 
 @triton.jit(do_not_specialize=["rows", "T", "H"])
-def rotary_kernel(X, Y, COS, SIN, strides, rows, T, H, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
+def rotary_kernel(X, Y, COS, SIN, stride, rows, T, H, D: tl.constexpr, W: tl.constexpr, BT: tl.constexpr):
     """Write BT rows of Y [rows, H, D], contiguous: the tokens X [rows, H, D] of all sequences, rotated.
 
-    strides: of a row and a head of X. COS and SIN are [T, D] float32, for T rows after T rows. W is D or the next power
-    of two.
+    Rows of X are `stride` apart. COS and SIN are [T, D] float32, for T rows after T rows. W is D or the next power of
+    two.
     """
     row, d = tl.program_id(0) * BT + tl.arange(0, BT)[:, None], tl.arange(0, W)[None, :]
     factor, row, mask = (row % T).to(tl.int64) * D + d, row.to(tl.int64), (row < rows) & (d < D)
     cos, sin = tl.load(COS + factor, mask, 0.0), tl.load(SIN + factor, mask, 0.0)
     for h in range(H):
-        head = X + row * strides[0] + h * strides[1]
+        head = X + row * stride + h * D
         turned = cos * tl.load(head + d, mask, 0.0) + sin * tl.load(head + (d ^ 1), mask, 0.0)
         tl.store(Y + (row * H + h) * D + d, turned, mask)
 
@@ -50,11 +50,10 @@ def rotate(x, cos, sin):
     x [B, T, H, D], bfloat16 or float32, any strides; cos, sin [T, D] or [B, T, D] float32.
     """
     y, H, D = x.new_empty(x.shape), *x.shape[2:]
-    x, cos, sin = x.flatten(0, 1), cos.contiguous(), sin.contiguous()
-    x = x if x.stride(2) == 1 else x.contiguous()
+    x, cos, sin = as_rows(x, H * D), cos.contiguous(), sin.contiguous()
     with device_guard(x.device):
         rotary_kernel[(triton.cdiv(len(x), TOKENS),)](
-            x, y, cos, sin, x.stride()[:2], len(x), cos.numel() // D, H,
+            x, y, cos, sin, x.stride(0), len(x), cos.numel() // D, H,
             D=D, W=triton.next_power_of_2(D), BT=TOKENS, num_warps=WARPS,
         )  # fmt: skip
     return y
