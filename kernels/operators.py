@@ -13,11 +13,14 @@ arguments. Every operator is written in the same order: the public functions, th
 operator and its fake, what is saved, how the gradient is computed.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from .chunked import passes as chunked
 from .layout import symmetric_power_dim
+from .precompile import compile_and_call
 from .quadratic import passes as quadratic
 from .registry import registered
 from .transforms import differentiable, differentiable_once, drop_unneeded, empty_like, fill_unneeded
@@ -62,7 +65,8 @@ def pad_queries(q, k):
 def _quadratic_operator(
     q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, p: int, scale: float, normalize: bool
 ) -> tuple[Tensor, Tensor]:
-    return quadratic.forward(q, k, v, log_g, p=p, scale=scale, normalize=normalize)
+    kind, options = (p, normalize, log_g is None), dict(p=p, scale=scale, normalize=normalize)
+    return compile_and_call(quadratic.forward, kind, q, k, v, log_g, **options)
 
 
 @_quadratic_operator.register_fake
@@ -79,7 +83,9 @@ def _quadratic_backward_operator(
     dl = None if dl is None else dl.contiguous()
     needs_q, needs_k, needs_v, needs_g = needs
     options = dict(p=p, scale=scale, normalize=normalize, needs=(needs_q, needs_k or needs_v, needs_g))
-    return fill_unneeded(quadratic.backward(dy, dl, q, k, v, log_g, y, l, **options), needs)
+    kind = p, normalize, log_g is None, *needs
+    grads = compile_and_call(quadratic.backward, kind, dy, dl, q, k, v, log_g, y, l, **options)
+    return fill_unneeded(grads, needs)
 
 
 @_quadratic_backward_operator.register_fake
@@ -162,10 +168,10 @@ def _chunked_operator(
     p: int, chunk: int, final: bool, ranks: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Return y, S, z, and the tensors that `chunked.backward` needs."""
-    y, saved, last = chunked.forward(
-        q, k, v, log_g, None if S0 is None else chunked.from_canonical(S0, z0, p), p=p, chunk=chunk, final=final,
-        exchange=_exchange(ranks, decay, False, q, p),
-    )  # fmt: skip
+    initial = None if S0 is None else chunked.from_canonical(S0, z0, p)
+    y, saved, last = _launch_chunked(chunked.forward, (p, log_g is None, S0 is None, final), ranks)(
+        q, k, v, log_g, initial, p=p, chunk=chunk, final=final, exchange=_exchange(ranks, decay, False, q, p)
+    )
     S, z = chunked.to_canonical(*last, q.shape[0], q.shape[3], p) if final else (_empty(q, 0), _empty(q, 0))
     return y, S, z, [_empty(q, 0) if x is None else x for x in saved]
 
@@ -201,7 +207,8 @@ def _chunked_backward_operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     final = None if dS is None else chunked.from_canonical(dS, dz, p)
     needs_state = needs[4] or needs[5]
-    *grads, first = chunked.backward(
+    kind = p, log_g is None, final is None, initial, *needs
+    *grads, first = _launch_chunked(chunked.backward, kind, ranks)(
         dy, q, k, v, log_g, y, saved, final, initial or ranks is not None, p=p, chunk=chunk,
         needs=(*needs[:4], needs_state), exchange=_exchange(ranks, decay, True, q, p),
     )  # fmt: skip
@@ -239,6 +246,11 @@ def _differentiate_chunked(ctx, dy, dS, dz, _):
 
 _chunked_backward = differentiable_once(_chunked_backward_operator)
 _chunked = differentiable(_chunked_operator, _save_chunked, _differentiate_chunked)
+
+
+def _launch_chunked(function, kind, ranks):
+    """Return a function that calls `function`. If other ranks do not wait for it, it compiles its kernels at once."""
+    return partial(compile_and_call, function, kind) if ranks is None else function
 
 
 def _exchange(ranks, decay, reverse, q, p):

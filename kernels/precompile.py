@@ -1,6 +1,7 @@
 """Compile many kernels at once, in threads of this process, before they are used.
 
     precompile(launch)      # launch() calls the launchers of the kernels; no kernel runs, all are compiled and loaded
+    y, l = compile_and_call(quadratic.forward, kind, q, k, v, p=4)      # the first call of a kind compiles at once
 
 Triton compiles a kernel when it is first launched, one after another, a second or more each. Most of that time is spent
 in C++ and in ptxas, without Python's lock, so threads divide it. While `precompile` runs, launches of its own thread
@@ -10,13 +11,37 @@ only compile, and Triton's AsyncCompileMode hands the work to a pool. Launches o
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock
 
 import torch
 
+from .common import INTERPRETED, device_guard
+
 THREADS = 16  # at most: Python's part of a kernel takes 0.06 s, which threads do not divide, and all of it about 0.6 s
 
 _lock = Lock()
+_compiled = set()  # kinds of calls
+
+
+def compile_and_call(function, kind, x, *args, **options):
+    """Return function(x, *args, **options), which launches kernels on the GPU of the tensor x.
+
+    x is [B, T, H, D]. The first call of a kind compiles them at once. kind: what decides which kernels they are, beside
+    x; others than those of the first call are compiled one after another, when they are launched.
+    """
+    kind = function, kind, x.shape[1] % 16 == 0, x.shape[-1], x.dtype, x.device
+    if kind not in _compiled and may_compile(x.device):
+        _compiled.add(kind)
+        with device_guard(x.device):
+            precompile(partial(function, x, *args, **options))
+    return function(x, *args, **options)
+
+
+def may_compile(device):
+    """Return True if kernels are compiled for this device, none are just now, and no CUDA graph is captured."""
+    on_gpu = device.type == "cuda" and not INTERPRETED
+    return on_gpu and not _lock.locked() and not torch.cuda.is_current_stream_capturing()
 
 
 def precompile(launch):

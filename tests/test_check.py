@@ -24,7 +24,7 @@ from sympow.attention.operator import check, dispatch  # noqa: E402
 from sympow.attention.operator.dispatch import Problem, plan  # noqa: E402
 from sympow.attention.power import power_attention  # noqa: E402
 from sympow.kernels.decode import power as decode, heinsen as decode_heinsen, softmax as decode_softmax  # noqa: E402
-from sympow.kernels import operators  # noqa: E402
+from sympow.kernels import operators, precompile  # noqa: E402
 from sympow.model import GPTConfig  # noqa: E402
 
 
@@ -90,6 +90,15 @@ def test_a_check_runs_once_for_a_machine_and_its_failures_again_in_the_next_proc
     machine.write_text("[" * 100_000)
     forget(monkeypatch)
     assert check.remember("c", find("")) == "" and len(json.loads(machine.read_text())) == 1
+
+
+def test_the_sizes_of_a_model_are_compiled_together(machine, monkeypatch):
+    sizes, launched = [check.Size("rotary", torch.bfloat16, D) for D in (64, 32)], []
+    monkeypatch.setattr(check.backend, "precompile", lambda launch: launch())
+    monkeypatch.setattr(check, "launch", launched.append)
+    monkeypatch.setattr(check, "check", lambda sizes, longest: [])
+    for _ in range(2):
+        assert check.compare(dict.fromkeys(sizes)) == "" and launched == [sizes]
 
 
 @pytest.mark.parametrize(
@@ -158,13 +167,64 @@ print(threads, len({*compiled}), added)
     ],
 )
 def test_all_kernels_of_a_size_are_compiled_at_once_and_serve_every_length_batch_and_number_of_heads(size, tmp_path):
+    threads, launched, added = run_without_gpu(KERNELS, size, tmp_path)
+    assert threads == launched > 5 and added == 0
+
+
+def run_without_gpu(program, size, cache):
+    """Return the numbers that a program prints for a size; it compiles for a GPU that is not there, into this cache."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join((ROOT, os.path.join(ROOT, "tests")))}
-    env["CUDA_VISIBLE_DEVICES"] = ""  # it compiles for a GPU that is not there
-    done = subprocess.run([sys.executable, "-c", KERNELS, size], env=env, capture_output=True, text=True)
+    env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join((ROOT, os.path.join(ROOT, "tests")))}
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run([sys.executable, "-c", program, size], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    threads, launched, added = map(int, done.stdout.split())
-    assert threads == launched > 5 and added == 0, done.stderr
+    return map(int, done.stdout.split())
+
+
+# For such a process too. Prints how many kernels the first call of a size compiles one after another, and all of them.
+FIRST_CALL = (
+    KERNELS[: KERNELS.index("def use")]
+    + """
+from triton.runtime._async_compile import active_mode
+
+alone, compiled, compile, run = [], [], JITFunction._do_compile, JITFunction.run
+
+def count(self, *args, **options):
+    compiled.append(self)
+    alone.extend([] if active_mode.get() else [self])
+    return compile(self, *args, **options)
+
+JITFunction._do_compile = count
+JITFunction.run = lambda self, *args, warmup, **options: run(self, *args, warmup=True, **options)
+precompile.may_compile = lambda device: not precompile._lock.locked()  # as on a GPU
+check.OPERATORS[size.form] = operator._replace(lengths=(1168,))
+check.launch([size], device="cpu")
+print(len(alone), len(compiled))
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["quadratic", "sums", "chunked", "states"])
+def test_the_first_call_of_a_size_compiles_the_kernels_of_a_pass_at_once(form, tmp_path):
+    alone, compiled = run_without_gpu(FIRST_CALL, f'check.Size("{form}", torch.bfloat16, 16, 2, gated=True)', tmp_path)
+    assert alone == 0 and compiled > 5
+
+
+def test_a_kind_of_call_is_compiled_once_and_not_while_others_are(monkeypatch):
+    x, compiled = torch.ones(1, 32, 2, 4), []
+    monkeypatch.setattr(precompile, "_compiled", set())
+    monkeypatch.setattr(precompile, "may_compile", lambda device: not precompile._lock.locked())
+    monkeypatch.setattr(precompile, "precompile", lambda launch: compiled.append(launch().shape))
+    function = lambda x, factor: x * factor
+    call = lambda x, kind: precompile.compile_and_call(function, kind, x, factor=2)
+    with precompile._lock:
+        assert call(x, 2).equal(2 * x) and not compiled
+    for x in x, x[:, :16], x[:, :15], x[..., :3], x.double(), x:
+        assert call(x, 2).equal(2 * x)
+    assert [(shape[1], shape[3]) for shape in compiled] == [(32, 4), (15, 4), (32, 3), (32, 4)]
+    call(x, 4)
+    assert len(compiled) == 5
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -311,11 +311,12 @@ def launch(sizes, device="cuda"):
 def compare(sizes, device="cuda"):
     """Return "" if the kernels of these Sizes agree with float64 on a GPU, else one line that says why not.
 
-    device: a torch.device or its name, "cuda" for the current GPU. They are compiled, all of a size at once, which
-    takes seconds, and compared unless they passed before (see `remember`).
+    device: a torch.device or its name, "cuda" for the current GPU. They are compiled, all of them at once, which takes
+    seconds, and compared unless they passed before (see `remember`).
     """
+    launch_once = cache(partial(launch, [*sizes]))
     for size in sizes:
-        problem = remember(describe(size), partial(_find_wrong, size), device, partial(launch, [size]))
+        problem = remember(describe(size), partial(_find_wrong, size), device, launch_once)
         if problem:
             return problem
     return ""
