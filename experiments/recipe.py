@@ -14,7 +14,6 @@ are larger than keys and values of the training context: softmax with a convolut
 Models named speed are new ones that train on random tokens, alone on a card.
 """
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -74,8 +73,8 @@ def plan(size):
     records, rates = size.records(NAME), RATES if size.full else RATES[:1]
     searches = {}
     for name, settings in CONTENDERS.items():
-        highest = math.inf if "sympow" in settings["attention"] else HIGHEST
-        searches[name] = search(partial(tuned, size, name), records, rates, size.full, highest)
+        highest = 1 if "sympow" in settings["attention"] else HIGHEST
+        searches[name] = search(partial(tuned, size, name), records, rates, highest * size.full)
     runs = [run for tried, _ in searches.values() for run in tried]
     best = {name: min(zip(losses.values(), losses)) for name, (_, losses) in searches.items() if losses}
     if size.full and len(best) == len(CONTENDERS):
@@ -86,11 +85,11 @@ def plan(size):
     return runs + [speed_run(size, name) for name in CONTENDERS][: None if size.full else 2]
 
 
-def search(make_run, records, rates, extend, highest=math.inf):
+def search(make_run, records, rates, highest):
     """Return the Runs make_run(rate) that are tried, and {rate: validation loss} once all of them have records.
 
-    extend: try the next rate too while the best one lies on the edge, up to `highest`. Before all have records, the
-    losses are {}.
+    The next rate is tried too while the best one lies on the edge, up to `highest`; 0: none. Before all have records,
+    the losses are {}.
     """
     runs = []
     while rates:
@@ -101,7 +100,7 @@ def search(make_run, records, rates, extend, highest=math.inf):
         losses = {record["settings"]["learning_rate"]: val_loss(record) for record in records_of_runs}
         best = min(losses, key=losses.get)
         edges = {max(losses): best * EDGE, min(losses): best / EDGE}
-        rates = [edges[best]] if extend and best in edges and edges[best] <= highest else []
+        rates = [edges[best]] if best in edges and edges[best] <= highest else []
     return runs, losses
 
 

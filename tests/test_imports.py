@@ -17,16 +17,16 @@ SHORT = {"README.md": 100, "docs/understand/attention.md": 150}  # the most line
 # the most nodes of syntax, without docstrings, that a file, the files at top level and each room may have: what they
 # have now and, where users add their own, an attention, an activation and a schedule more
 SIZES = {
-    "model.py": 1920, "train.py": 1950, "sample.py": 1100, "top level": 8960, "kernels": 38520, "attention": 24100,
-    "experiments": 7080, "data": 12650, "runs": 12640, "generation": 5180, "bench": 4150, "training": 4120,
+    "model.py": 1920, "train.py": 1950, "sample.py": 1100, "top level": 8960, "kernels": 38670, "attention": 24100,
+    "experiments": 7110, "data": 12650, "runs": 12640, "generation": 5180, "bench": 4150, "training": 4120,
     "sympow": 3050, "layers": 2360, "config": 480,
 }  # fmt: skip
 # (file, whether imports inside functions count): the most files, and nodes in them, that its imports reach
 REACHED = {
     ("model.py", False): (41, 24790),
-    ("model.py", True): (76, 51660),
+    ("model.py", True): (76, 51820),
     ("train.py", False): (74, 47820),
-    ("train.py", True): (114, 81480),
+    ("train.py", True): (114, 81620),
 }
 UNCOUNTED = ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop, ast.Module
 MODEL = {"model", "layers", "attention", "kernels"}
