@@ -28,7 +28,7 @@ def compile_and_call(function, kind, x, *args, **options):
     """Return function(x, *args, **options), which launches kernels on the GPU of the tensor x.
 
     x is [B, T, H, D]. The first call of a kind compiles them at once. Kernels that it does not launch are compiled when
-    another call does. kind: hashable, what decides with x which kernels are launched.
+    another call does. kind: a hashable object; with x it decides which kernels are launched.
     """
     kind = function, kind, x.shape[1] % 16 == 0, x.shape[-1], x.dtype, x.device
     if kind not in _compiled and may_compile(x.device):
