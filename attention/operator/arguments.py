@@ -38,6 +38,9 @@ def check_tensors(q, k, v, **more):
     They must share one floating dtype and one device, and `more`, tensors or None by name, must be there too. n may not
     be above T.
     """
+    for name, x in more.items():
+        if not isinstance(x, torch.Tensor | None):
+            raise ValueError(f"{name} must be a tensor or None, got {type(x).__name__}")
     shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"q, k, v must be [B, T, H, D], got {shapes}")
@@ -58,7 +61,7 @@ def check_tensors(q, k, v, **more):
 
 
 def check_gates(log_g, k):
-    """Raise ValueError unless log_g is None or [B, T, Hkv] for k [B, T, Hkv, D], and on a CPU nowhere above 0.
+    """Raise ValueError unless log_g is None or floating [B, T, Hkv] for k [B, T, Hkv, D], and on a CPU nowhere above 0.
 
     A GPU would have to be waited for. Transforms, tracing and modes do not know the values.
     """
@@ -66,6 +69,8 @@ def check_gates(log_g, k):
         return
     if log_g.shape != k.shape[:3]:
         raise ValueError(f"log_g must be [B, T, Hkv] = {[*k.shape[:3]]}, got {[*log_g.shape]}")
+    if not log_g.is_floating_point():
+        raise ValueError(f"log_g must be floating point, got {log_g.dtype}")
     unknown = torch.compiler.is_compiling() or transforms_active() or torch._C._len_torch_dispatch_stack()
     if log_g.device.type == "cpu" and not unknown and (positive := (log_g > 0) & log_g.isfinite()).any():
         raise ValueError(f"log_g must be <= 0, the logarithm of a gate, got {log_g[positive][0]:g}")
@@ -105,7 +110,7 @@ def check_cu_seqlens(cu_seqlens, q, k):
 def check_form(form, chunk_size):
     """Raise ValueError unless form is one of dispatch.FORMS and chunk_size a positive integer or None."""
     check_choice("form", form, FORMS)
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
         raise ValueError(f"chunk_size must be a positive integer, got {chunk_size!r}")
 
 
