@@ -10,7 +10,8 @@ from functools import cache
 
 import torch
 
-from .operator.backend import make_sqrt_multiplicity, symmetric_power_dim, tails_of, transforms_active
+from .operator.backend import make_sqrt_multiplicity, symmetric_power_dim, tails_of
+from .operator.dispatch import is_watched
 
 
 def symmetric_power_embedding(x, p):
@@ -27,7 +28,7 @@ def symmetric_power_embedding(x, p):
         tails = tails_of(d, r)
         phi = torch.cat([x[..., i : i + 1] * phi[..., tails[i] :] for i in range(d)], dim=-1)
     arguments = d, p, x.dtype, x.device
-    if torch.compiler.is_compiling() or transforms_active():  # see below
+    if is_watched():  # see below
         return phi * _sqrt_multiplicity(*arguments)
     return phi * _made(*arguments).clone()  # a tensor made in inference mode could not be saved for a backward pass
 
@@ -37,8 +38,9 @@ def _made(d, p, dtype, device):
     return make_sqrt_multiplicity(d, p).to(device, dtype)
 
 
-# An operator, so that torch.compile and torch.func do not look inside; without a tensor, so that vmap needs no rule for
-# it. The first call of an operator imports torch._dynamo, which takes seconds, so other calls do without it.
+# An operator, so that torch.compile, torch.func and modes do not look inside (what FakeTensorMode makes must not be
+# kept); without a tensor, so that vmap needs no rule for it. The first call of an operator imports torch._dynamo, which
+# takes seconds, so other calls do without it.
 @torch.library.custom_op("sympow::sqrt_multiplicity", mutates_args=())
 def _sqrt_multiplicity(d: int, p: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return _made(d, p, dtype, device).clone()

@@ -33,7 +33,7 @@ from .operator.arguments import (
     check_state,
     check_tensors,
 )
-from .operator.dispatch import Plan, Size, computed_dtype, why_not
+from .operator.dispatch import Plan, Size, computed_dtype, is_watched, why_not
 from .operator.forms import accumulation_dtype
 from .operator.heinsen_forms import CHUNK_SIZE, IS_LOG, LogState, empty_log_state
 from .operator.sequences import is_capturing, split_tokens
@@ -67,7 +67,7 @@ def heinsen_attention(
 
     Log-values must be from -30 to 30, because float32 loses small values beside larger ones. Others raise ValueError;
     to find them, the host waits for the GPU. They are not looked for with refuse=False, as in training, under
-    torch.compile and in a CUDA graph: there the rows that see one are NaN.
+    torch.compile, transforms and modes, and in a CUDA graph: there the rows that see one are NaN.
 
     Returns y [B, n, H, E] in q's dtype, or (y, LogState after all tokens) with return_state. Differentiable in q, k, v
     and the state's S and z (m is a reference, which cancels). Raises ValueError for arguments that do not fit.
@@ -105,8 +105,7 @@ def _check(q, k, v, values, resets, initial_state):
 
 def _exp_of_log_values(v, dtype, refuse):
     """Return exp(v) in `dtype`, NaN beyond the bound. Raises ValueError with `refuse`, where the values can be seen."""
-    hidden = not refuse or torch.compiler.is_compiling() or v.device.type == "meta"
-    if not (hidden or is_capturing(v)):
+    if refuse and v.device.type != "meta" and not is_watched() and not is_capturing(v):
         largest = v.detach().abs().nan_to_num(0, posinf=torch.inf).amax().item() if v.numel() else 0
         if LOG_VALUE_BOUND < largest:
             raise ValueError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import raises_one_line, run
+from torch._subclasses import FakeTensorMode
 from torch.func import grad, jvp, vmap
 from torch.nn.functional import logsigmoid
 
@@ -92,6 +93,35 @@ def test_forward_mode_and_second_derivatives_in_pytorch_agree_with_reverse_mode(
     assert torch.allclose(jvp(attend, tensors, directions)[1], along(attend))
     of_gradient = lambda *x: grad(attend)(*x).sin().sum()
     assert torch.allclose(jvp(of_gradient, tensors, directions)[1], along(of_gradient))
+
+
+def test_shapes_without_memory_leave_nothing_behind():
+    """What FakeTensorMode computes first, real tensors need later. No other test has heads of 11."""
+    x = torch.randn(1, 20, 1, 11)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x).requires_grad_()
+        y, state = power_attention(fake, fake, fake, form="chunked", chunk_size=16, return_state=True)
+        y.sum().backward()
+    assert y.shape == x.shape and fake.grad.shape == x.shape
+    y, again = power_attention(x, x, x, form="chunked", chunk_size=16, return_state=True)
+    assert y.isfinite().all() and again.S.shape == state.S.shape
+
+
+@pytest.mark.parametrize("form", ["quadratic", "chunked", "recurrent"])
+def test_tensors_of_inference_mode_are_read_outside_of_it(form):
+    with torch.inference_mode():
+        q, k, v = torch.randn(3, 1, 20, 1, 4)
+        y, state = power_attention(q, k, v, form=form, return_state=True)
+    results = power_attention(q, k, v, form=form, return_state=True, initial_state=state)
+    assert all(x.isfinite().all() for x in (results[0], *results[1]))
+    assert torch.equal(power_attention(q, k, v, form=form), y)
+
+
+def test_log_values_are_not_looked_at_within_vmap():
+    q, k, v = torch.randn(3, 4, 20, 1, 4)
+    attend = lambda *x: heinsen.heinsen_attention(*x, values="log")
+    y = vmap(lambda *x: attend(*(t.unsqueeze(0) for t in x)).squeeze(0))(q, k, v)
+    assert torch.allclose(y, attend(q, k, v), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ from functools import wraps
 import torch
 
 from sympow import check_choice
-from .backend import transforms_active
-from .dispatch import FORMS, computed_dtype
+from .dispatch import FORMS, computed_dtype, is_watched
 from .forms import accumulation_dtype
 
 
@@ -38,9 +37,6 @@ def check_tensors(q, k, v, **more):
     They must share one floating dtype and one device, and `more`, tensors or None by name, must be there too. n may not
     be above T.
     """
-    for name, x in more.items():
-        if not isinstance(x, torch.Tensor | None):
-            raise ValueError(f"{name} must be a tensor or None, got {type(x).__name__}")
     shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"q, k, v must be [B, T, H, D], got {shapes}")
@@ -55,9 +51,11 @@ def check_tensors(q, k, v, **more):
         raise ValueError(f"the query heads must be a multiple of the key/value heads, got {H} and {Hkv}")
     if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
         raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    more = {"k": k, "v": v, **more}
-    if strangers := [f"{name} on {x.device}" for name, x in more.items() if x is not None and x.device != q.device]:
-        raise ValueError(f"all tensors must be on one device, got q on {q.device}, {', '.join(strangers)}")
+    for name, x in {"k": k, "v": v, **more}.items():
+        if not isinstance(x, torch.Tensor | None):
+            raise ValueError(f"{name} must be a tensor or None, got {type(x).__name__}")
+        if x is not None and x.device != q.device:
+            raise ValueError(f"all tensors must be on one device, got q on {q.device}, {name} on {x.device}")
 
 
 def check_gates(log_g, k):
@@ -67,12 +65,10 @@ def check_gates(log_g, k):
     """
     if log_g is None:
         return
-    if log_g.shape != k.shape[:3]:
-        raise ValueError(f"log_g must be [B, T, Hkv] = {[*k.shape[:3]]}, got {[*log_g.shape]}")
-    if not log_g.is_floating_point():
-        raise ValueError(f"log_g must be floating point, got {log_g.dtype}")
-    unknown = torch.compiler.is_compiling() or transforms_active() or torch._C._len_torch_dispatch_stack()
-    if log_g.device.type == "cpu" and not unknown and (positive := (log_g > 0) & log_g.isfinite()).any():
+    if log_g.shape != k.shape[:3] or not log_g.is_floating_point():
+        expected = f"[B, T, Hkv] = {[*k.shape[:3]]}, floating point"
+        raise ValueError(f"log_g must be {expected}, got {[*log_g.shape]} of {log_g.dtype}")
+    if log_g.device.type == "cpu" and not is_watched() and (positive := (log_g > 0) & log_g.isfinite()).any():
         raise ValueError(f"log_g must be <= 0, the logarithm of a gate, got {log_g[positive][0]:g}")
 
 

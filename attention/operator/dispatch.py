@@ -149,12 +149,18 @@ def why_not(form, device, dtype, D=0, E=0, p=0):
 why_not._dynamo_marked_constant = True
 
 
+def is_watched():
+    """Return True where torch.compile, a transform of torch.func, forward mode or a mode, such as FakeTensorMode, sees
+    what is computed: there numbers may be unknown."""
+    return torch.compiler.is_compiling() or transforms_active() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def prompt_kernels(x):
     """Return the module kernels.decode.prompt if it takes x, else None, as where gradients are recorded.
 
     torch.compile makes one pass of each of its functions too, and modes want to see operators.
     """
-    watched = torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack()
+    watched = torch.is_grad_enabled() or is_watched()
     return None if watched or why_not("prompt", x.device, x.dtype) else backend.prompt()
 
 

@@ -24,6 +24,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ..embedding import symmetric_power_dim, symmetric_power_embedding
@@ -216,9 +217,11 @@ def pieces(first, last, size):
 def compute_again(function, *args):
     """Return function(*args) and save only args: the backward pass computes it again.
 
-    Under torch.func's transforms, which do not allow that, all is saved.
+    Under torch.func's transforms, which do not allow that, all is saved. Without a gradient nothing is: tensors made in
+    inference mode could not be.
     """
-    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    differentiable = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tree_leaves(args))
+    if not differentiable or torch._C._are_functorch_transforms_active():
         return function(*args)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)  # nothing here is random
 
