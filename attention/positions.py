@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .operator.backend import transforms_active
 from .operator.forms import accumulation_dtype, without_autocast
 from .state import State
 
@@ -130,7 +131,8 @@ def log_recurrence(log_coeff, logit, first, resets=None):
         log_coeff = log_coeff.masked_fill(resets, -torch.inf)
     # An operator's first call imports torch._dynamo, which takes 2 s that generation need not wait.
     needed = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    return (_log_recurrence if needed else _compute_log_x)(log_coeff, logit, first)
+    operator = needed and not transforms_active()  # which it has no rules for: tangents would be zeros
+    return (_log_recurrence if operator else _compute_log_x)(log_coeff, logit, first)
 
 
 def _compute_log_x(a, b, first):
@@ -184,7 +186,7 @@ def _scan(a, b, first, compose, apply):
     block are combined one after the other, all blocks at once; then the blocks, in the same way.
     """
     y, last, start = b.new_empty(b.shape), first, 0
-    if a.shape[1] > BLOCK:
+    if a.shape[1] > BLOCK and not transforms_active():  # which do not take what is written over
         start = a.shape[1] // BLOCK * BLOCK
         a_blocks, b_blocks, inside = (x[:, :start].unflatten(1, (-1, BLOCK)) for x in (a, b, y))  # [B, n, BLOCK, C]
         total = torch.empty_like(a_blocks)

@@ -16,6 +16,7 @@ from test_kernels import DEVICE  # noqa: E402
 from sympow.attention import heinsen  # noqa: E402
 from sympow.attention.operator import check, dispatch  # noqa: E402
 from sympow.attention.operator.check import Size  # noqa: E402
+from sympow.attention.positions import log_recurrence  # noqa: E402
 from sympow.attention.power import power_attention  # noqa: E402
 from sympow.kernels.quadratic import passes as quadratic  # noqa: E402
 
@@ -115,6 +116,20 @@ def test_tensors_of_inference_mode_are_read_outside_of_it(form):
     results = power_attention(q, k, v, form=form, return_state=True, initial_state=state)
     assert all(x.isfinite().all() for x in (results[0], *results[1]))
     assert torch.equal(power_attention(q, k, v, form=form), y)
+
+
+@pytest.mark.parametrize("T", [5, 40])
+def test_log_positions_have_the_tangents_and_gradients_of_reverse_mode(T):
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator)
+    generator = torch.Generator().manual_seed(T)
+    tensors = [logsigmoid(make(2, T, 3)), make(2, T, 3), make(2, 3)]
+    directions, weight = [make(*x.shape) for x in tensors], make(2, T, 3)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    expected = torch.autograd.grad((log_recurrence(*leaves) * weight).sum(), leaves)
+    loss = lambda *x: (log_recurrence(*x) * weight).sum()
+    along = sum((d * t).sum() for d, t in zip(expected, directions))
+    assert torch.allclose(jvp(loss, tuple(tensors), tuple(directions))[1], along)
+    assert all(map(torch.allclose, grad(loss, (0, 1, 2))(*tensors), expected))
 
 
 def test_log_values_are_not_looked_at_within_vmap():
