@@ -232,7 +232,7 @@ class GPT(nn.Module):
         return ModelState(layers, embedding=t.wpe.empty_state(batch, device) if "wpe" in t else None)
 
     def forward(self, ids, targets=None, teacher=None):
-        """Run the model on ids [B, T] int64; targets [B, T] of -1 are left out of the loss. teacher: see `head_loss`.
+        """Run the model on ids [B, T] int64; targets [B, T] below 0 are left out of the loss. teacher: see `head_loss`.
 
         Returns (logits [B, T, vocab_size], None), or with targets (None, mean loss in nats).
         """

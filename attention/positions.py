@@ -130,9 +130,9 @@ def log_recurrence(log_coeff, logit, first, resets=None):
         logit = torch.where(resets, torch.logaddexp(log_coeff, logit), logit)
         log_coeff = log_coeff.masked_fill(resets, -torch.inf)
     # An operator's first call imports torch._dynamo, which takes 2 s that generation need not wait.
-    needed = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    operator = needed and not transforms_active()  # which it has no rules for: tangents would be zeros
-    return (_log_recurrence if operator else _compute_log_x)(log_coeff, logit, first)
+    # It has no rules for transforms: tangents would be zeros.
+    needed = (torch.is_grad_enabled() or torch.compiler.is_compiling()) and not transforms_active()
+    return (_log_recurrence if needed else _compute_log_x)(log_coeff, logit, first)
 
 
 def _compute_log_x(a, b, first):

@@ -118,7 +118,9 @@ def head_weight(embedding, head=None):
 
 
 def head_loss(x, weight, targets, vocab_size, teacher):
-    """Return the mean cross entropy of rows x [N, C] times the head's weight [V, C] and targets [B, T], -1 left out.
+    """Return the mean cross entropy of rows x [N, C] times the head's weight [V, C] and targets [B, T].
+
+    Targets below 0 are left out. Raises RuntimeError unless there are N targets.
 
     teacher: (hidden, weight, w), the output of `hidden` [B, T, C'] and the wte.weight of another model with this
     vocabulary, or None. It adds w times the mean KL divergence of its next-token distribution from this model's.
@@ -126,4 +128,5 @@ def head_loss(x, weight, targets, vocab_size, teacher):
     teacher = (teacher[0].flatten(0, 1), *teacher[1:]) if teacher else ()
     if not torch.is_grad_enabled():  # otherwise the weight would still need a gradient inside
         x, weight = x.detach(), weight.detach()
-    return LinearCrossEntropy.apply(x, weight, targets.flatten(), vocab_size, *teacher)
+    targets = targets.reshape(len(x)).clamp(min=-1)
+    return LinearCrossEntropy.apply(x, weight, targets, vocab_size, *teacher)

@@ -127,6 +127,7 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         in these. Packed documents, which see nothing of each other, begin where position_ids [B or 1, T] do not go on
         by one, where seq_idx [B or 1, T] changes, and where cu_seq_lens_q [N + 1] says so of a batch of 1.
 
+        The mean loss of no token is NaN with gradients of zero, as in transformers' models: 0 would be the best loss.
         In training the loss comes without logits, which would not fit into memory for long contexts. transformers'
         Trainer gives num_items_in_batch where it accumulates gradients: the loss is then the sum over the tokens
         divided by it. Raises ValueError for arguments that the model does not have, and IndexError for token ids and
@@ -152,7 +153,9 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
             counted = targets != -100
             targets = check_range("labels other than -100", targets * counted, self.gpt.config.vocab_size)
             loss = self.gpt.loss(x, targets.where(counted, -1))
-            if num_items_in_batch is not None:
+            if num_items_in_batch is None:
+                loss = loss.where(counted.any(), torch.nan)
+            else:
                 loss = loss * counted.sum() / num_items_in_batch
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = None if labels is not None and self.training else self.gpt.logits(x[:, keep])

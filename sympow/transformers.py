@@ -265,7 +265,10 @@ def check_options(options, is_causal):
 def check_mask(mask, tokens):
     """Return mask, None or of [B, tokens]; raise ValueError for others, as a model's own mask of four dimensions."""
     if mask is not None and (mask.ndim != 2 or mask.shape[1] != tokens):
-        raise ValueError(f"power attention takes an attention_mask of [B, {tokens}], got {[*mask.shape]}")
+        raise ValueError(
+            f"power attention takes an attention_mask of [B, {tokens}], got {[*mask.shape]}: a cache's tokens count "
+            "too, also with use_cache=False"
+        )
     return mask
 
 

@@ -216,6 +216,10 @@ def refusals():
         model.set_attn_implementation("sdpa")
         model.generate(tokens, past_key_values=power.PowerCache(), max_new_tokens=2)
 
+    def cache_of_no_use(model, power, tokens):
+        options = dict(attention_mask=later, use_cache=False, max_new_tokens=2)
+        model.generate(tokens, past_key_values=power.PowerCache(), **options)
+
     def packed_keys(model, power, tokens):
         cache = model(tokens, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]])).past_key_values
         model(tokens[:, :1], position_ids=torch.tensor([[3]]), past_key_values=cache)
@@ -223,6 +227,7 @@ def refusals():
     return {
         "takes an attention_mask of [B, 6], got [2, 1, 6, 6]": lambda m, _, x: m(x, attention_mask=square),
         "takes an attention_mask of [B, 6], got [2, 5]": lambda m, _, x: m(x, attention_mask=later[:, :5]),
+        "of [B, 13], got [2, 7]: a cache's tokens count too, also with use_cache=False": cache_of_no_use,
         "the last ones went to another attention": other_attention,
         "must go on from the cached keys": packed_keys,
         "packed or static ones": lambda m, _, x: m.generate(x, cache_implementation="static", max_new_tokens=2),
@@ -331,6 +336,15 @@ def test_a_vocabulary_grows_and_a_model_is_loaded_without_a_cache(name, tmp_path
     output = type(model).from_pretrained(tmp_path, use_cache=False)(IDS)
     assert_close(output.logits[..., :64], logits_of(model_of(name)))
     assert model.config.vocab_size == output.logits.shape[-1] == 70 and CACHE not in output
+
+
+@pytest.mark.parametrize("name", ["Llama", *EXPORTED])
+def test_the_mean_loss_of_no_token_is_nan_and_changes_no_weight(name):
+    model, labels = model_of(name), torch.full_like(IDS, -100)
+    loss = model(IDS, labels=labels).loss
+    loss.backward()
+    assert loss.isnan() and not any(x.grad.any() for x in model.parameters() if x.grad is not None)
+    assert model(IDS, labels=labels, num_items_in_batch=3).loss == 0  # the sum, where others count
 
 
 @pytest.mark.parametrize("name", ["Llama", *EXPORTED])

@@ -178,6 +178,9 @@ def test_the_loss_is_the_mean_over_targets_and_never_holds_all_logits(monkeypatc
     assert torch.allclose(loss, expected) and torch.allclose(pieces, expected)
     assert all(torch.allclose(p.grad, g, atol=1e-6) for p, g in zip(model.parameters(), grads))
     assert model(ids, torch.full_like(ids, -1))[1] == 0  # no target at all
+    assert torch.equal(model(ids, targets.masked_fill(targets < 0, -100))[1], pieces)  # as transformers says it
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"\[300\].*144"):  # whole pieces fewer
+        model(ids, targets.flatten()[:144])
 
 
 def test_statistics_are_those_of_the_model_without_dropout():

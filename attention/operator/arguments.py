@@ -66,8 +66,9 @@ def check_gates(log_g, k):
     if log_g is None:
         return
     if log_g.shape != k.shape[:3] or not log_g.is_floating_point():
-        expected = f"[B, T, Hkv] = {[*k.shape[:3]]}, floating point"
-        raise ValueError(f"log_g must be {expected}, got {[*log_g.shape]} of {log_g.dtype}")
+        raise ValueError(
+            f"log_g must be [B, T, Hkv] = {[*k.shape[:3]]}, floating point, got {[*log_g.shape]} of {log_g.dtype}"
+        )
     if log_g.device.type == "cpu" and not is_watched() and (positive := (log_g > 0) & log_g.isfinite()).any():
         raise ValueError(f"log_g must be <= 0, the logarithm of a gate, got {log_g[positive][0]:g}")
 
