@@ -23,8 +23,8 @@ SIZES = {
 }  # fmt: skip
 # (file, whether imports inside functions count): the most files, and nodes in them, that its imports reach
 REACHED = {
-    ("model.py", False): (41, 24800),
-    ("model.py", True): (76, 51850),
+    ("model.py", False): (41, 24815),
+    ("model.py", True): (76, 51870),
     ("train.py", False): (74, 47840),
     ("train.py", True): (114, 81660),
 }
