@@ -91,27 +91,32 @@ def mean_difference(differences):
 
 
 def difference_cell(entry, base, losses, unit=""):
-    """Return the mean difference to the Entry base, if there is one, over the keys that both share.
+    """Return the mean difference to the Entry base, if there is one, over the keys and seeds that both share.
 
-    losses: a function of an Entry that returns {key: loss}. unit: a name of the keys, with which they are counted.
+    losses: a function of an Entry that returns {(key, seed): loss}; the interval is over the keys. unit: a name of the
+    keys, with which they are counted.
     """
     if base in (None, entry):
         return None
-    values, base_values = losses(entry), losses(base)
-    differences = [values[key] - base_values[key] for key in values if key in base_values]
-    mean, count = mean_difference(differences), len(differences)
+    values, base_values, differences = losses(entry), losses(base), {}
+    for key, seed in values.keys() & base_values.keys():
+        differences.setdefault(key, []).append(values[key, seed] - base_values[key, seed])
+    mean, count = mean_difference([*map(fmean, differences.values())]), len(differences)
     return f"{mean} ({count} {unit})" if unit and count > 1 else mean
 
 
 def losses_by_seed(entry):
-    """Return {seed: validation loss}. Models of one seed read the same batches, and rise and fall together."""
-    return {record["settings"]["seed"]: val_loss(record) for record in entry.records}
+    """Return {(seed, seed): validation loss}. Models of one seed read the same batches, and rise and fall together."""
+    return {(record["settings"]["seed"],) * 2: val_loss(record) for record in entry.records}
 
 
 def losses_by_text(entry):
-    """Return {number of a text in windows: loss, the mean over the seeds}, {} if it was not measured."""
-    texts = [measured["texts"] for measured in entry.measured("positions")]
-    return dict(enumerate(map(fmean, zip(*texts))))
+    """Return {(number of a text in windows, seed): loss}, {} if it was not measured."""
+    losses = {}
+    for record in entry.records:
+        measured = record.get("measures", {}).get("positions", {})
+        losses |= {(i, record["settings"]["seed"]): loss for i, loss in enumerate(measured.get("texts", ()))}
+    return losses
 
 
 def difference_columns(base, label, text_label):

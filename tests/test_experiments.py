@@ -178,12 +178,15 @@ def test_a_difference_has_a_confidence_interval_over_the_seeds_that_both_have():
     assert cell(row(d=5.0, a=1.0)) == "+0.1000" and cell(row(d=5.0)) is None and cell(base) is None
 
 
-def test_a_difference_over_many_texts_takes_the_mean_of_the_seeds():
-    def row(*losses):
-        return Entry("", [dict(measures=dict(positions=dict(texts=texts))) for texts in losses])
+def test_a_difference_over_many_texts_takes_the_mean_of_the_seeds_that_both_have():
+    def row(**losses):
+        records = [dict(settings={"seed": s}, measures=dict(positions=dict(texts=x))) for s, x in losses.items()]
+        return Entry("", [*records, dict(settings={"seed": "not measured"})])
 
-    _, (_, cell) = report.difference_columns(row(64 * [1.0], 64 * [2.0]), "", "")
-    assert cell(row([2.0, 4.0] * 32)) == "+1.5000 ± 0.2685" and cell(Entry("", [{}])) is None  # 2.131 / sqrt(63)
+    _, (_, cell) = report.difference_columns(row(a=64 * [1.0], b=64 * [2.0], c=64 * [9.0]), "", "")
+    both, one = row(a=[2.0, 4.0] * 32, b=64 * [3.0], d=64 * [0.0]), row(b=[2.0, 4.0] * 32)
+    assert cell(both) == "+1.5000 ± 0.1342" and cell(one) == "+1.0000 ± 0.2685"  # 2.131 / 2 / sqrt(63), 2.131 / sqrt(63)
+    assert cell(row(d=64 * [0.0])) is None
 
 
 # ---- measurements
