@@ -185,7 +185,7 @@ def test_a_difference_over_many_texts_takes_the_mean_of_the_seeds_that_both_have
 
     _, (_, cell) = report.difference_columns(row(a=64 * [1.0], b=64 * [2.0], c=64 * [9.0]), "", "")
     both, one = row(a=[2.0, 4.0] * 32, b=64 * [3.0], d=64 * [0.0]), row(b=[2.0, 4.0] * 32)
-    assert cell(both) == "+1.5000 ± 0.1342" and cell(one) == "+1.0000 ± 0.2685"  # 2.131 / 2 / sqrt(63), 2.131 / sqrt(63)
+    assert cell(both) == "+1.5000 ± 0.1342" and cell(one) == "+1.0000 ± 0.2685"  # 2.131 / sqrt(63)
     assert cell(row(d=64 * [0.0])) is None
 
 
