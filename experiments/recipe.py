@@ -227,7 +227,7 @@ def report(entries, size):
     for name, entry in best_rates(tried).items():
         if sizes := entry.measured("size"):
             points[name] = [sizes[0]["bytes"][-1] / 1e6], [entry.loss]
-    labels = f"MB kept after {MEMORY[-1] // size.shrink:,} tokens", "validation loss at the best rate, nats a token"
+    labels = f"MB kept after {MEMORY[-1] // size.shrink:,} tokens", "validation loss, nats a token"
     return blocks, (points, labels) if points else None
 
 

@@ -295,14 +295,16 @@ def measure(targets, once=False, large=False):
 def markdown(rows):
     """Return a table with a line for each kernel and a column for each target: registers, spills, KB of shared memory.
 
-    A cell is the launch of this kernel with the most spills, then shared memory.
+    A cell is the launch of this kernel with the most spills, then shared memory. Kernels that nowhere spill or need
+    more than 16 KB are left out.
     """
     cells = {}
     for row in sorted(rows, key=lambda row: ("error" in row, row.get("spills", 0), row.get("shared", 0))):
         number = lambda name: str(row.get(name, "?"))
         text = f"{number('registers')} / {number('spills')} / {row.get('shared', 0) / KB:.0f} KB"
         cells[row["kernel"], row["target"]] = "does not compile" if "error" in row else text
-    kernels, targets = sorted({kernel for kernel, _ in cells}), list(dict.fromkeys(row["target"] for row in rows))
+    large = {row["kernel"] for row in rows if "error" in row or row["spills"] or row["shared"] / KB > 16.5}
+    kernels, targets = sorted(large), list(dict.fromkeys(row["target"] for row in rows))
     lines = [["kernel", *targets], ["---", *["---:"] * len(targets)]]
     lines += [[f"`{kernel}`", *(cells.get((kernel, target), "") for target in targets)] for kernel in kernels]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
