@@ -42,13 +42,13 @@ BOUNDS = (0, CONTEXT, 16384, LONG)  # of the positions that are averaged
 def plan(size):
     """Return the runs that the records so far ask for: the speeds, then the first seed of all, then the others.
 
-    Of size tiny there is one seed.
+    Speeds that experiments.recipe has measured are not measured again. Of size tiny there is one seed.
     """
-    speeds = {name: speed_run(size, name) for name in NAMES}
-    records = {name: run.find(size.records(NAME)) for name, run in speeds.items()}
-    runs = [speeds[name] for name, record in records.items() if not record]
+    speeds = [speed_run(size, name) for name in NAMES]
+    records = [run.find(size.records("recipe") | size.records(NAME)) for run in speeds]
+    runs = [run for run, record in zip(speeds, records) if not record]
     for seed in SEEDS[: 3 if size.full else 1]:
-        for name, record in records.items():
+        for name, record in zip(NAMES, records):
             runs += [timed_run(size, name, way, record, seed) for way in SHARES if record]
     return runs
 
