@@ -50,6 +50,14 @@ def test_muon_has_the_linear_weights_of_attention_and_mlp_and_adamw_all_others(a
     assert set.union(*adamw) == dict(model.named_parameters()).keys() - muon
 
 
+@pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
+def test_biases_and_gains_do_not_decay(name):
+    model, chosen = make(name, bias=True)
+    decays = {p: group["weight_decay"] for group in chosen.param_groups for p in group["params"]}
+    assert all(decays[p] == (0.1 if p.dim() > 1 else 0.0) for p in model.parameters())
+    assert set(decays.values()) == {0.1, 0.0}
+
+
 @pytest.mark.parametrize("batch", [optimizer.MUON_BATCH, 1])
 def test_muon_takes_torchs_steps_with_q_k_and_v_each_by_itself(monkeypatch, batch):
     monkeypatch.setattr(optimizer, "MUON_BATCH", batch)

@@ -207,3 +207,11 @@ def test_evaluate_takes_the_final_context_for_the_training_context(reference):
     windows = evaluate.open_documents(str(reference), cfg)
     assert windows.block_size == 512  # 4 times 256 is more than a document has; 4 times 32 is not
     assert final_context(checkpoint.settings(str(reference))) == 256
+
+
+def test_a_longer_max_seconds_does_not_lead_back_to_an_earlier_stage():
+    later = [SimpleNamespace(start=start) for start in (0, Fraction(1, 2), Fraction(9, 10))]
+    cfg, progress = SimpleNamespace(max_iters=100, max_seconds=60.0), SimpleNamespace(seconds=30.0, stages=[])
+    assert stages.stage_of(later, cfg, 10, progress) == 1
+    progress.stages, cfg.max_seconds = [[256, 10]], 600.0
+    assert stages.stage_of(later, cfg, 11, progress) == 1 and stages.stage_of(later, cfg, 90, progress) == 2
