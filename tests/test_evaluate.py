@@ -22,6 +22,10 @@ def test_pieces_give_the_parallel_forwards_losses(attention, monkeypatch):
         losses = scores.losses_by_position(model, ids[:, :-1], ids[:, 1:], piece=64)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     assert losses.shape == (2, 300) and (losses.flatten() - expected).abs().max() < 1e-4
+    targets = torch.where(torch.arange(300) < 9, -1, ids[:, 1:])  # which have no loss
+    with torch.no_grad():
+        others = scores.losses_by_position(model, ids[:, :-1], targets, piece=64)
+    assert torch.equal(others, torch.where(targets == -1, 0, losses))
 
 
 def test_means_between_powers_of_two_and_the_standard_error_over_documents():

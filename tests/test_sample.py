@@ -41,6 +41,25 @@ def test_each_sample_draws_its_own_first_token_whatever_the_batch():
         assert sampled(model, [256], num_samples=1, max_new_tokens=20, temperature=2.0, seed=1337 + i)[0] == four[i]
 
 
+def test_new_numbers_are_drawn_when_all_are_used(monkeypatch):
+    monkeypatch.setattr(steps.Sampler, "NUMBERS", 4)
+    sampler, seen = steps.Sampler("cpu", 1, temperature=1.0, top_k=0), []
+    for _ in range(12):
+        sampler.prepare()
+        seen.append(sampler.numbers[0, sampler.index].item())
+        sampler(torch.zeros(1, 9), torch.empty(1, dtype=torch.int64))
+    assert len(set(seen)) == 12
+
+
+def test_a_table_of_positions_has_room_for_the_saved_text_too():
+    model = tiny("softmax", positions="learned", n_positions=16)
+    with torch.no_grad():
+        prefix = read_prompt(model, list(range(10)), max_new_tokens=1)
+        assert read_prompt(model, [1, 2], prefix, max_new_tokens=5)[1].n_tokens == 12
+        with pytest.raises(ValueError, match="16 learned positions, this text, with 6 new ones, has 17 tokens"):
+            read_prompt(model, [1, 2], prefix, max_new_tokens=6)
+
+
 @pytest.mark.parametrize(
     "options,within",
     [
