@@ -58,3 +58,14 @@ def test_the_kernel_computes_the_same_and_its_gradient(D, monkeypatch):
             monkeypatch.setattr(rotary_module, "why_not", lambda *_: reason)
             results.append(gradients(lambda x: rotary(x, u, 99.0), [x]))
         assert all(map(partial(torch.allclose, atol=1e-6), *results))
+
+
+def test_the_kernel_has_the_second_derivative_of_pytorch(monkeypatch):
+    pytest.importorskip("triton", reason="Triton has no wheel for this system")
+    x, u, results = torch.randn(1, 5, 2, 6), torch.arange(5.0).double(), []
+    for reason in ("off", ""):
+        monkeypatch.setattr(rotary_module, "why_not", lambda *_: reason)
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(rotary(leaf, u, 99.0).pow(3).sum(), leaf, create_graph=True)
+        results.append(torch.autograd.grad(gradient.square().sum(), leaf)[0])
+    assert torch.allclose(*results, rtol=1e-4)

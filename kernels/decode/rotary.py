@@ -41,7 +41,7 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         cos, sin = ctx.saved_tensors
-        return rotate(dy, cos, -sin), None, None
+        return Rotation.apply(dy, cos, -sin), None, None
 
 
 def rotate(x, cos, sin):
