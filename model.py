@@ -234,7 +234,8 @@ class GPT(nn.Module):
     def forward(self, ids, targets=None, teacher=None):
         """Run the model on ids [B, T] int64; targets [B, T] below 0 are left out of the loss. teacher: see `head_loss`.
 
-        Returns (logits [B, T, vocab_size], None), or with targets (None, mean loss in nats).
+        Returns (logits [B, T, vocab_size], None), or with targets (None, mean loss in nats). The loss has no second
+        derivative (NotImplementedError for create_graph=True); logits have one.
         """
         if targets is None:
             return self.logits(self.hidden(ids)[0]), None

@@ -57,7 +57,8 @@ def compute_distilled_losses(logits, teacher, targets, vocab_size, distill_weigh
 class LinearCrossEntropy(torch.autograd.Function):
     """Compute the head and its loss piece by piece.
 
-    The forward pass computes the gradients too, so that logits are neither saved nor computed twice.
+    The forward pass computes the gradients too, so that logits are neither saved nor computed twice. The loss has
+    no second derivative.
     """
 
     @staticmethod
@@ -97,6 +98,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if torch.is_grad_enabled():  # the gradients below would be constants
+            raise NotImplementedError("the loss has no second derivative (create_graph=True): compute it from logits")
         dx, factors, dw, count = ctx.saved_tensors
         grad = grad / count
         dx = dx.to(grad.dtype) * (grad if factors is None else (factors * grad).unsqueeze(1))
@@ -120,7 +123,8 @@ def head_weight(embedding, head=None):
 def head_loss(x, weight, targets, vocab_size, teacher):
     """Return the mean cross entropy of rows x [N, C] times the head's weight [V, C] and targets [B, T].
 
-    Targets below 0 are left out. Raises RuntimeError unless there are N targets.
+    Targets below 0 are left out. Raises RuntimeError unless there are N targets. The backward pass raises
+    NotImplementedError for create_graph=True.
 
     teacher: (hidden, weight, w), the output of `hidden` [B, T, C'] and the wte.weight of another model with this
     vocabulary, or None. It adds w times the mean KL divergence of its next-token distribution from this model's.

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.utils.flop_counter
 from torch import nn
-from helpers import LLAMA
+from helpers import LLAMA, raises_one_line
 from test_config import config_of
 
 from sympow.layers import activation
@@ -181,6 +181,18 @@ def test_the_loss_is_the_mean_over_targets_and_never_holds_all_logits(monkeypatc
     assert torch.equal(model(ids, targets.masked_fill(targets < 0, -100))[1], pieces)  # as transformers says it
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"\[300\].*144"):  # whole pieces fewer
         model(ids, targets.flatten()[:144])
+
+
+def test_a_second_derivative_of_the_loss_is_refused_and_logits_have_it():
+    """It would be without the curvature of the head."""
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=11, attention="sympow")
+    model, ids = GPT(config), torch.randint(11, (2, 6))
+    weight = model.transformer.wte.weight
+    loss = torch.nn.functional.cross_entropy(model(ids)[0].flatten(0, 1), ids.flatten())
+    (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+    torch.autograd.grad(gradient.square().sum(), weight)
+    with raises_one_line(NotImplementedError, "no second derivative.*from logits"):
+        torch.autograd.grad(model(ids, ids)[1], weight, create_graph=True)
 
 
 def test_statistics_are_those_of_the_model_without_dropout():
