@@ -9,6 +9,7 @@ from torch.nn.functional import logsigmoid
 from sympow.attention import naive
 from sympow.attention.compat import power_attention as library
 from sympow.attention.compat import retention
+from sympow.attention.power import power_attention
 
 
 def make(*shape, seed=0, function=lambda x: x):
@@ -94,6 +95,14 @@ def test_inference_reads_cache_and_state(gated):
     y, *state_after = retention.power_retention_inference(Q[:, :1], None, None, log_G, S, s)  # log_G cancels
     alone = naive.quadratic(Q[:, :1], 0 * K[:, :1], V[:, :1], p=2, initial_state=(S, s))  # a key of zero has no weight
     assert torch.allclose(y, alone) and state_after[0] is S and state_after[1] is s
+
+
+@pytest.mark.parametrize("size", [2.0**-30, 2.0**30])
+def test_a_state_alone_is_read_by_queries_of_any_size(size):
+    q, k, v = torch.randn(3, 1, 5, 2, 3, device=DEVICE)
+    _, state = power_attention(q, k, v, p=8, return_state=True)
+    y, scaled = (retention.power_retention_inference(x, None, None, None, *state, deg=8)[0] for x in (q, size * q))
+    assert torch.equal(y, scaled) and y.any()
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def _read_state(Q, state, deg):
         raise ValueError(f"Q [b, tq, hq, d], S [b, h, D, d], s [b, h, D], hq a multiple of h, do not fit: {shapes}")
     with forms.without_autocast(Q.device):
         q = Q.to(accumulation_dtype(Q)).transpose(1, 2).unflatten(1, (S.shape[1], -1))  # [b, h, hq / h, tq, d]
-        return forms.by_token(forms.normalize(*forms.query_state(q, state, deg))).to(Q.dtype)
+        sums = forms.query_state(forms.to_unit_range(q), state, deg)  # powers of small queries would be zeros
+        return forms.by_token(forms.normalize(*sums)).to(Q.dtype)
 
 
 def _paired_state(initial_state, sum_of_keys, Q, deg):
