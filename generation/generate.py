@@ -47,11 +47,12 @@ def generate(
     state_dtype: the dtype of states between flushes, on the kernels.
     cuda_graph: generate with decoder.py on a GPU.
 
-    Raises MemoryError before anything is read if the state of generation will not fit, TooLong if the text is longer
-    than the model's table of positions.
+    Raises, before anything is read, MemoryError if the state of generation will not fit, TooLong if the text is longer
+    than the model's table of positions, and ValueError for a temperature, top_k or top_p out of its range.
     """
     device = model.transformer.wte.weight.device
     timings = timings or Timings(device)
+    sampler = Sampler(device, num_samples, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)
     if ids or prefix is None:
         prefix = read_prompt(
             model,
@@ -65,7 +66,6 @@ def generate(
         )
     logits, state = prefix
     on_kernels = cuda_graph and max_new_tokens > 0 and decodes_on_kernels(model, state_dtype)
-    sampler = Sampler(device, num_samples, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)
     if on_kernels:
         return _decode(model, logits, state, sampler, max_new_tokens, state_dtype, timings)
     return generate_by_steps(model, logits, state, sampler, max_new_tokens, timings)

@@ -79,7 +79,15 @@ class Sampler:
     NUMBERS = 1024  # made at a time for each row
 
     def __init__(self, device, num_samples=1, kernel=None, *, seed=1337, temperature=0.8, top_k=200, top_p=1.0):
-        """Set up the generators. kernel: kernels/decode/sampling.py's, which also takes logits padded with -inf."""
+        """Set up the generators. kernel: kernels/decode/sampling.py's, which also takes logits padded with -inf.
+
+        Raises ValueError for a temperature, top_k or top_p out of its range.
+        """
+        if not (temperature == 0 or temperature >= 1e-6) or top_k < 0 or not 0 < top_p <= 1:
+            raise ValueError(
+                "temperature must be 0 or at least 1e-6, top_k at least 0 and top_p in (0, 1], got "
+                f"{temperature}, {top_k} and {top_p}"
+            )
         self.options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
         self.kernel, self.used = kernel, 0
         self.generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]

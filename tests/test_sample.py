@@ -9,7 +9,7 @@ import weakref
 import pytest
 import tiktoken
 import torch
-from helpers import SMALL, byte_encoding, call, dataset, metrics  # noqa: F401 (dataset is a fixture)
+from helpers import SMALL, byte_encoding, call, dataset, metrics, raises_one_line  # noqa: F401 (dataset is a fixture)
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from test_model import tiny
@@ -79,6 +79,13 @@ def test_temperature_top_k_and_top_p(options, within):
     u = torch.rand(4000, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     counts = torch.bincount(sample_next_token(logits.expand(4000, -1), u, **options), minlength=4)
     assert (counts / 4000 - expected / expected.sum()).abs().max() < 0.03 and not counts[within == 0].any()
+
+
+@pytest.mark.parametrize("options", [dict(top_p=0.0), dict(top_k=-1), dict(temperature=-1.0), dict(temperature=1e-45)])
+def test_bounds_of_the_choice_that_leave_no_token_are_refused_before_the_prompt_is_read(options, monkeypatch):
+    monkeypatch.setattr("sympow.generation.generate.read_prompt", None)
+    with raises_one_line(ValueError, "temperature must be 0 or at least 1e-6, top_k .*, got "):
+        sampled(small("sympow"), [256], **options)
 
 
 # ---- the program
