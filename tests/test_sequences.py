@@ -6,6 +6,7 @@ The kernels in Triton's interpreter, with TEST_GPU=1 on the GPU; test_combinatio
 import gc
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from numerics import DEVICE, gradients, relative_error
@@ -122,10 +123,23 @@ def test_short_sequences_take_the_quadratic_form_and_long_ones_chunks(monkeypatc
     assert sequences.typical_length((3, 1), 4, 2) == 2 and sequences.typical_length(None, 100, 4) == 25
 
 
-def test_lengths_are_read_once(monkeypatch):
+def test_lengths_in_memory_of_numpy_are_read_again():
+    """torch does not notice what is written there, or through .data."""
+    _, x = make([2, 6], state=False)
+    ends = np.array([0, 2, 8])
+    cu_seqlens = torch.from_numpy(ends)
+    tensors = x["q"].cpu(), x["k"].cpu(), x["v"].cpu()
+    power_attention(*tensors, cu_seqlens=cu_seqlens)
+    ends[1] = 5
+    y, expected = (power_attention(*tensors, cu_seqlens=t) for t in (cu_seqlens, torch.tensor([0, 5, 8])))
+    assert torch.equal(y, expected)
+
+
+def test_lengths_on_a_gpu_are_read_once(monkeypatch):
     gc.collect()
     count, reads, read = len(sequences.known_lengths), [], sequences.read_lengths
     monkeypatch.setattr(sequences, "read_lengths", lambda x: reads.append(1) or read(x))
+    monkeypatch.setattr(sequences, "READ_WITHOUT_WAITING", set())
     cu_seqlens = torch.tensor([0, 2, 5])
     assert [sequences.sequence_lengths(cu_seqlens, 5) for _ in range(3)] == 3 * [(2, 3)] and len(reads) == 1
     cu_seqlens[1] = 4

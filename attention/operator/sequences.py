@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+READ_WITHOUT_WAITING = {"cpu"}  # devices
 known_lengths = WeakTensorKeyDictionary()  # cu_seqlens: (its version, the lengths)
 
 
@@ -20,8 +21,9 @@ def sequence_lengths(cu_seqlens, T):
     """Return the lengths of the sequences in T tokens, a tuple of int, or None while they cannot be known.
 
     That is while torch.compile traces or a CUDA graph is captured: both may run again with other lengths. Otherwise the
-    host waits for a tensor on a GPU, once for each tensor and version of it (a CUDA graph that writes to it makes no
-    new version). Raises ValueError unless cu_seqlens [N + 1] runs from 0 to T and never decreases.
+    host waits for a tensor on a GPU, once for each tensor and version of it (a CUDA graph, or .data, that writes to it
+    makes no new version). A CPU's is read each time, because numpy may have written to it. Raises ValueError unless
+    cu_seqlens [N + 1] runs from 0 to T and never decreases.
     """
     if torch.compiler.is_compiling():
         return None
@@ -29,7 +31,10 @@ def sequence_lengths(cu_seqlens, T):
         return T, *(len(cu_seqlens) - 2) * (0,)
     if is_capturing(cu_seqlens):
         return None
-    lengths = once(known_lengths, cu_seqlens, read_lengths)
+    if cu_seqlens.device.type in READ_WITHOUT_WAITING:
+        lengths = read_lengths(cu_seqlens)
+    else:
+        lengths = once(known_lengths, cu_seqlens, read_lengths)
     if sum(lengths) != T:
         raise ValueError(f"cu_seqlens must end with the number of tokens, {T}, got {sum(lengths)}")
     return lengths
