@@ -82,7 +82,8 @@ def linear_fp32(x, weight, bias=None):
             padded = F.pad(weight, (0, 0, 0, -len(weight) % 16))  # to rows of sizes that fast kernels take
             y = Product.apply(x.to(torch.bfloat16).flatten(0, -2), padded)[:, : len(weight)].unflatten(0, x.shape[:-1])
         else:
-            y = torch.stack([(x.to(w.dtype) * w).sum(-1) for w in weight], dim=-1)
+            x = x.to(accumulation_dtype(weight))
+            y = torch.stack([(x * w).sum(-1) for w in weight], dim=-1)
         return y if bias is None else y + bias
 
 
