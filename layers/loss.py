@@ -5,7 +5,7 @@ from itertools import repeat
 import torch
 from torch.nn import functional as F
 
-from ..attention.operator.backend import cross_entropy
+from ..attention.operator.backend import cross_entropy, transforms_active
 from ..attention.operator.dispatch import why_not
 
 LOSS_TOKENS = 16384  # logits of at most this many tokens exist at any time: 3.3 GB of float32 for GPT-2
@@ -123,12 +123,14 @@ def head_weight(embedding, head=None):
 def head_loss(x, weight, targets, vocab_size, teacher):
     """Return the mean cross entropy of rows x [N, C] times the head's weight [V, C] and targets [B, T].
 
-    Targets below 0 are left out. Raises RuntimeError unless there are N targets. The backward pass raises
-    NotImplementedError for create_graph=True.
+    Targets below 0 are left out. Raises RuntimeError unless there are N targets, and NotImplementedError within
+    torch.func and forward mode. Its backward pass raises that for create_graph=True.
 
     teacher: (hidden, weight, w), the output of `hidden` [B, T, C'] and the wte.weight of another model with this
     vocabulary, or None. It adds w times the mean KL divergence of its next-token distribution from this model's.
     """
+    if transforms_active():
+        raise NotImplementedError("the loss has no forward mode, and none of torch.func: compute it from logits")
     teacher = (teacher[0].flatten(0, 1), *teacher[1:]) if teacher else ()
     if not torch.is_grad_enabled():  # otherwise the weight would still need a gradient inside
         x, weight = x.detach(), weight.detach()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.utils.flop_counter
 from torch import nn
+from torch.autograd import forward_ad
 from helpers import LLAMA, raises_one_line
 from test_config import config_of
 
@@ -193,6 +194,13 @@ def test_a_second_derivative_of_the_loss_is_refused_and_logits_have_it():
     torch.autograd.grad(gradient.square().sum(), weight)
     with raises_one_line(NotImplementedError, "no second derivative.*from logits"):
         torch.autograd.grad(model(ids, ids)[1], weight, create_graph=True)
+
+
+def test_a_tangent_of_the_loss_is_refused_where_no_gradient_is_recorded_too():
+    """There it was dropped without a word."""
+    with forward_ad.dual_level(), torch.no_grad(), raises_one_line(NotImplementedError, "no forward mode.*from logits"):
+        x = forward_ad.make_dual(torch.randn(6, 8), torch.randn(6, 8))
+        loss_module.head_loss(x, torch.randn(11, 8), torch.randint(11, (6,)), 11, None)
 
 
 def test_statistics_are_those_of_the_model_without_dropout():
