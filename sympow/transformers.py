@@ -293,12 +293,10 @@ def document_starts(position_ids, n, seen=None):
     if n == 1:
         return None
     starts = pad(position_ids.diff() != 1, (1, 0))
-    if seen is not None:
-        starts = starts & seen & pad(seen[:, :-1], (1, 0))
-    if not may_look(starts):
-        return starts
-    # All layers get the same tensor: the first of them waits for the GPU.
-    return starts if sequences.once(with_documents, position_ids, lambda _: bool(starts.any())) else None
+    # All layers get the same tensor: the first of them waits for the GPU. Another batch may have it with other padding.
+    if may_look(starts) and not sequences.once(with_documents, position_ids, lambda _: bool(starts.any())):
+        return None
+    return starts if seen is None else starts & seen & pad(seen[:, :-1], (1, 0))
 
 
 def may_look(x):

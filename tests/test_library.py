@@ -105,6 +105,19 @@ def test_a_llama_trains_as_with_naive_attention(power, name, batch):
         assert_close(found, wanted, 1e-9)
 
 
+def test_packed_documents_stay_apart_after_a_batch_whose_padding_hid_their_border(power):
+    """The same tensor of position_ids serves both batches."""
+    model, tokens, mask = llama("sympow"), ids(1, 8), torch.ones(1, 8, dtype=torch.long)
+    position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    hidden = mask.clone()
+    hidden[0, 3] = 0
+    first, second = (
+        model(tokens, attention_mask=x, position_ids=position_ids, use_cache=False).logits for x in (hidden, mask)
+    )
+    assert_close(second[:, 4:], model(tokens[:, 4:], use_cache=False).logits, 1e-9)
+    assert not torch.allclose(first[:, 4:], second[:, 4:])
+
+
 def test_packed_documents_stay_apart_where_an_attention_gets_no_position_ids(power):
     q, k, v = torch.randn(3, 2, 2, 9, 4).unbind()
     document = torch.tensor([[0] * 5 + [1] * 4, [0] * 9])
