@@ -113,7 +113,7 @@ class StateLayer(CacheLayerMixin):
 
     def check_mask(self, mask):
         """Raise ValueError for a mask [B, >= tokens] that hides a token which was read: a state cannot forget it."""
-        if self.tokens and (mask[:, : self.tokens].bool().sum(1) < self.seen).any():
+        if self.tokens and ((mask[:, : self.tokens] & 1).sum(1) < self.seen).any():
             raise ValueError("attention_mask must not hide tokens of a cache that were not hidden when they were read")
 
     def lazy_initialization(self, key_states, value_states):
@@ -198,8 +198,8 @@ def padding_mask(
     """Return the attention_mask [B, kv_length] for `attend`; see AttentionMaskInterface.
 
     It is bool, False for a token that nobody sees, or None if there is no such token. For packed documents it is int64:
-    0 for a token that nobody sees, 2 for the first token of a document, else 1. mask_function says by the tokens'
-    numbers which see which. Raises ValueError unless each token sees all earlier ones of its text or its document.
+    0 for a token that nobody sees, else 1, and 2 more for the first token of a document. mask_function says by the
+    tokens' numbers which see which. Raises ValueError unless each token sees all earlier ones of its text or document.
     """
     if options.get("use_vmap") or options.get("local_size") is not None:
         raise ValueError("power attention has no windows, no chunks and no mask functions")
@@ -212,8 +212,8 @@ def padding_mask(
         if not torch.compiler.is_compiling() and torch.as_tensor(mask_function(batch, 0, token, token + 1)).any():
             raise ValueError("power attention is causal: no token sees a later one")
         starts = ~torch.as_tensor(mask_function(batch, 0, token + 1, token), device=token.device)
-        starts = pad(starts.expand(batch_size, -1).long(), (1, 0)) + 1
-        mask = starts if mask is None else starts * mask
+        starts = pad(starts.expand(batch_size, -1).long(), (1, 0)) * 2
+        mask = starts + (1 if mask is None else mask)
     return mask
 
 
@@ -234,13 +234,13 @@ def attend(module, query, key, value, attention_mask, *, p, gate, **options):
     mask = check_mask(attention_mask, m if layer is None else layer.tokens + n)
     if layer is not None and mask is not None and may_look(mask) and getattr(module, "layer_idx", 0) == 0:
         layer.check_mask(mask)
-    seen = None if mask is None else mask[:, -m:].bool()
+    seen = None if mask is None else (mask[:, -m:] & 1).bool()
     log_g = -alibi_slopes(k.shape[2], k.device).expand(k.shape[:3]) if gate == "fixed" else None
     if seen is not None:  # a key of zeros has no weight, and a token that is not there lets nothing fade
         k = k.masked_fill(~seen[..., None, None], 0)
         log_g = None if log_g is None else log_g.masked_fill(~seen.unsqueeze(-1), 0)
     if mask is not None and mask.dtype != torch.bool:
-        log_g = reset_gates(mask == 2, log_g, k)
+        log_g = reset_gates(mask >= 2, log_g, k)
     if position_ids is not None:
         starts = document_starts(position_ids, n, None if seen is None else seen[:, -n:])
         if n < m and layer is None:

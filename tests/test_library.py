@@ -124,7 +124,7 @@ def test_packed_documents_stay_apart_where_an_attention_gets_no_position_ids(pow
     same_document = lambda b, h, i, j: (document[b, i] == document[b, j]) & (j <= i)
     pairs = (document[:, :, None] == document[:, None]).tril()
     present = torch.ones(2, 9, dtype=torch.long)
-    present[1, 6] = 0
+    present[0, 5] = present[1, 6] = 0  # the first token of a document, and another
     for padding in (None, present):
         mask = power.padding_mask(kv_length=9, batch_size=2, attention_mask=padding, mask_function=same_document)
         y, _ = power.attend(None, q, k, v, mask, p=2, gate="none")
