@@ -48,9 +48,10 @@ class Ranks:
     """
 
     def __init__(self):
-        self.distributed = bool(os.environ.get("RANK"))
-        world = from_launcher("WORLD_SIZE", 1)
-        self.world = world if self.distributed else 1
+        self.distributed, self.world = bool(os.environ.get("RANK")), from_launcher("WORLD_SIZE", 1)
+        if self.distributed != bool(os.environ.get("WORLD_SIZE")):
+            missing = "WORLD_SIZE" if self.distributed else "RANK"
+            refuse(f"the environment variable {missing} is missing: a launcher sets both RANK and WORLD_SIZE", True)
         self.rank, self.local = from_launcher("RANK"), from_launcher("LOCAL_RANK")
         if self.rank >= self.world:
             refuse(f"RANK must be below WORLD_SIZE={self.world}, as a launcher sets them, got {self.rank}", True)

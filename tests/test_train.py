@@ -273,6 +273,13 @@ def test_what_no_launcher_sets_is_one_line_and_leaves_no_folder(go, monkeypatch,
     assert message in refused(go, "--out_dir=out/a", "--backend=nccl") and not os.path.exists("out")
 
 
+@pytest.mark.parametrize("given,missing", [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+def test_half_of_what_a_launcher_sets_is_one_line(go, monkeypatch, refused, given, missing):
+    monkeypatch.setenv(given, "0" if given == "RANK" else "2")
+    assert f"variable {missing} is missing: a launcher sets both" in refused(go, "--out_dir=out/a")
+    assert not os.path.exists("out")
+
+
 @pytest.mark.parametrize(
     "options",
     [
