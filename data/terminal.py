@@ -7,7 +7,7 @@ import sys
 
 
 class PathParser(argparse.ArgumentParser):
-    """An ArgumentParser that takes ~ at the start of a path for the home folder; a shell does not in --out=~/x.
+    """An ArgumentParser that takes ~ at the start of a path for the home folder, as a shell in ~/x, not in --out=~/x.
 
     Paths with commas between are taken apart. A prompt is no path.
     """
@@ -15,7 +15,10 @@ class PathParser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         words = sys.argv[1:] if args is None else args
         home = os.path.expanduser("~")
-        words = [word if word.startswith("--prompt") else re.sub("(?<=[=,])~(?=/)", home, word) for word in words]
+        words = [
+            word if "--prompt" in (last, word[:8]) else re.sub("(^|(?<=[=,]))~(?=/)", home, word)
+            for last, word in zip(["", *words], words)
+        ]
         return super().parse_known_args(words, namespace)
 
 

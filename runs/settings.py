@@ -139,7 +139,7 @@ def _expand_files(argv, types):
         if kind and (kind not in (bool, bool | str) or argument.lower() in {*BOOLS, "auto"}):
             arguments.append(argument)
         elif argument.endswith(".py"):
-            for key, value in _read_file(argument).items():
+            for key, value in _read_file(os.path.expanduser(argument)).items():
                 if key not in types:
                     _refuse_key(key, types, f"{key} in {argument}")
                 arguments.append(f"--{key}={value}")

@@ -11,6 +11,7 @@ from helpers import call, raises_one_line
 
 from sympow import evaluate, export, sample, train
 from sympow.model import GPTConfig
+from sympow.runs.program import Parser
 from sympow.runs.settings import FIELD, TRAIN_RANGES, read_settings
 from sympow.training.optimizer import RANGES
 
@@ -106,6 +107,15 @@ def test_a_path_of_any_setting_may_begin_at_home(cls, tmp_path, monkeypatch):
         for argv in ([str(config)], [f"--{field.name}=~/x:0.5,~/y"]) if field.type is str else ():
             expected = "~/x:0.5,~/y" if field.name == "prompt" else f"{tmp_path}/x:0.5,{tmp_path}/y"
             assert read_settings((cls,), argv)[0] == {field.name: expected}
+
+
+def test_a_word_of_the_command_line_may_begin_at_home_as_well(tmp_path, monkeypatch):
+    """A shell leaves ~ as it is where it is quoted."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "c.py").write_text("p = 4")
+    assert read_settings((GPTConfig,), ["~/c.py"]) == ({"p": 4}, ["c"])
+    words = ["~/x", "--out", "~/x", "a~/x", "--prompt", "~/x"]
+    assert Parser("").parse_known_args(words)[1] == [f"{tmp_path}/x", "--out", f"{tmp_path}/x", *words[3:]]
 
 
 def config_of(arguments):
