@@ -124,15 +124,25 @@ def _cannot_load(source, error):
     return DataError(f"cannot load {source.name} ({describe_error(error)}): {remedy}")
 
 
-def open_stream(source, split, config, revision):
-    """Return the datasets.IterableDataset of a split. Raises DataError if it cannot be opened."""
+def open_stream(source, split, args):
+    """Return the datasets.IterableDataset of a split. Raises DataError if it cannot be opened.
+
+    In JSON `datasets` takes a date in the first lines for the type of the whole column. Here any value is read as text.
+    """
     datasets, hub = need("datasets"), need("huggingface_hub")
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     for logger in (datasets.utils.logging, hub.utils.logging):  # their errors say as much
         logger.set_verbosity(logging.CRITICAL)
+    options = dict(**source.options, name=args.config, split=split, revision=args.revision, streaming=True)
     try:
-        return datasets.load_dataset(**source.options, name=config, split=split, revision=revision, streaming=True)
+        stream = datasets.load_dataset(**options)
+        if stream.info.builder_name == "json" and (features := stream.features):
+            for name, kind in features.items():
+                if isinstance(kind, datasets.Value) and name != args.column:
+                    features[name] = datasets.Value("string")
+            stream = datasets.load_dataset(**options, features=features)
+        return stream
     except Exception as error:
         raise _cannot_load(source, error) from error
 
@@ -149,7 +159,7 @@ class Documents:
         Reading raises DataError if there are fewer, or one has no text in the column args.column.
         """
         self.source, self.column, self.every, self.required = source, args.column, every, required
-        self.rows = iter(open_stream(source, split, args.config, args.revision))
+        self.rows = iter(open_stream(source, split, args))
         self.position, self.end, self.held_out = 0, None, []
 
     def training(self, first, last):

@@ -115,6 +115,17 @@ def test_another_file_under_the_same_name_is_another_source(tmp_path, capsys):
     assert "its shards are replaced" in capsys.readouterr().out and texts(dataset, "train")[0].startswith("dokument")
 
 
+@pytest.mark.parametrize("other", ["unknown", 5, "0000-01-01"])
+def test_columns_beside_the_text_may_hold_anything(tmp_path, other):
+    """`datasets` takes the type of a column, here a date, from the first 10 MB."""
+    rows = [{"date": "2024-01-31T10:00:00", "text": text} for text in TEXTS]
+    rows[50]["text"] *= 1_000_000
+    rows[-1]["date"] = other
+    (tmp_path / "part.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = prepare(tmp_path / "out", tmp_path / "part.jsonl")
+    assert texts(dataset, "val")[:5] == TEXTS[:50:10]
+
+
 def test_a_dataset_grows_to_any_number_of_documents_and_to_all(undisturbed, parts, tmp_path, capsys):
     for count in (30, 75):
         dataset = prepare(tmp_path / "out", parts, f"--documents={count}")
