@@ -116,7 +116,9 @@ def saved_settings(folder):
     """Return the settings of a run, with the model's among them, {} for a copy that has no config.json."""
     with suppress(FileNotFoundError, DataError):
         settings = read_json(os.path.join(folder, "config.json"))
-        return settings | settings.pop("model", {})
+        if not isinstance(model := settings.pop("model", {}), dict):
+            refuse(f"{folder}/config.json is damaged: its model must be a dict, got {model}")
+        return settings | model
     return {}
 
 

@@ -109,6 +109,12 @@ def test_a_picture_without_matplotlib_is_refused_and_the_table_needs_none(tmp_pa
 # ---- what is refused, and what is said
 
 
+@pytest.mark.parametrize("settings", [{"model": None}, {"model": 3}])
+def test_settings_without_a_model_are_one_line(tmp_path, refused, settings):
+    run = write_run(tmp_path / "a", *log_lines("val_loss", [4.0]), **settings)
+    assert f"{run}/config.json is damaged: its model must be a dict" in refused(call, compare.main, run)
+
+
 @pytest.mark.parametrize(
     "arguments,message",
     [
