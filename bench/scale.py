@@ -124,6 +124,7 @@ def bench(args, dataset):
 
 def main():
     parser = make_parser("scale", __doc__, MODES, MODES)
+    parser.epilog = "Other arguments, config/NAME.py or --key=value, are settings of train.py."
     parser.add_numbers(
         gpus=([2, 4, 8], "numbers of GPUs, beside 1"),
         tokens=([131072, 16384], "of a GPU and step"),

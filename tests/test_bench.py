@@ -11,7 +11,7 @@ from helpers import call
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
 from sympow.attention import heinsen_naive  # noqa: E402
-from sympow.bench import attention, sample  # noqa: E402
+from sympow.bench import attention, sample, scale  # noqa: E402
 from sympow.kernels import configs, cost, tune  # noqa: E402
 from sympow.kernels.support import CHUNKED_SIZES  # noqa: E402
 from sympow.kernels.configs import Config, key  # noqa: E402
@@ -38,6 +38,11 @@ def test_without_a_gpu_or_with_wrong_arguments_programs_say_so_in_one_line(comma
         run_program(importlib.import_module(f"sympow.{name}").main)
 
     assert REFUSALS[command] in refused(call, program, *arguments)
+
+
+def test_the_help_of_a_program_that_starts_train_py_says_what_it_hands_on(capsys):
+    assert call(scale.main, "--help") == 0
+    assert "config/NAME.py or --key=value, are settings of train.py" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_table_keeps_what_was_not_measured(tmp_path):
