@@ -136,7 +136,7 @@ def _expand_files(argv, types):
             arguments.append("--" + key + equals + value)
             kind = None if equals else types.get(key, str)
             continue
-        if kind and (kind not in (bool, bool | str) or argument.lower() in {*BOOLS, "auto"}):
+        if argument == "-h" or (kind and (kind not in (bool, bool | str) or argument.lower() in {*BOOLS, "auto"})):
             arguments.append(argument)
         elif argument.endswith(".py"):
             for key, value in _read_file(os.path.expanduser(argument)).items():

@@ -189,9 +189,10 @@ def test_settings_out_of_their_range_are_refused(cls, name, value):
         cls(**{name: value})
 
 
-def test_help_lists_every_key_with_default_and_comment(capsys):
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_lists_every_key_with_default_and_comment(capsys, option):
     with pytest.raises(SystemExit) as stopped:
-        read("--help")
+        read(option)
     out = capsys.readouterr().out
     assert stopped.value.code == 0 and out.startswith("usage\n")
     for line in ("numbers:", "--batch_size 8 +sequences", "--learning_rate 0.0006", "texts:", r"--pack \[False\]"):
