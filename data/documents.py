@@ -95,7 +95,10 @@ def find_source(paths):
         options = {"path": paths[0]}
     kinds = {BUILDERS.get(_suffix(file)) for file in files}
     if len(kinds) != 1 or None in kinds or not all(map(os.path.exists, files)):
-        raise DataError(f"{', '.join(paths)}: give files of one kind ({', '.join(BUILDERS)}), or one folder of them")
+        raise DataError(
+            f"{', '.join(paths)}: give files of one kind ({', '.join(BUILDERS)}), or one folder of them, that are "
+            "there; data/text/prepare.py takes other text"
+        )
     if kinds == {"parquet"}:
         options["batch_size"] = ROWS
     identity = [[file, (status := os.stat(file)).st_size, status.st_mtime_ns] for file in files]

@@ -153,7 +153,7 @@ def test_validation_may_be_a_split_of_its_own(parts, tmp_path):
         (["{tmp}/none.parquet"], "has 0 documents, not 1"),
         (["{tmp}/cut.jsonl"], "cannot load .*cut.jsonl"),
         (["{tmp}/holes.jsonl"], "document 4 of .* has 'None'"),
-        (["no.parquet"], "no.parquet: give files of one kind"),
+        (["no.parquet"], "no.parquet: give files of one kind .*that are there; data/text/prepare.py takes other text"),
         (["{tmp}/holes.jsonl", "{parts}"], "give files of one kind .*, or one folder of them"),
         (["{tmp}/holes.jsonl", "--split=test"], 'Bad split: test|Unknown split "test"'),
         (["{parts}", "--tokenizer=bpe:300"], "bpe:SIZE needs data/text/prepare.py"),
