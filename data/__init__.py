@@ -12,17 +12,9 @@ prepare scripts need, are imported when they are used.
 """
 
 import importlib
-import sys
 
 if __name__ != "sympow.data":
     raise ImportError("data/ is imported as sympow.data")
-try:
-    import tqdm  # noqa: F401 (it reads these variables, and torch imports it)
-except ImportError:  # `need` reports it
-    pass
-except ValueError as error:
-    print(f"a variable TQDM_... in the environment cannot be read: {error}", file=sys.stderr)
-    sys.exit(2)
 
 
 class DataError(ValueError):

@@ -7,6 +7,4 @@ policy in the environment stays, and GOMP_SPINCOUNT or KMP_BLOCKTIME (of LLVM's 
 
 import os
 
-from .. import data  # noqa: F401 (refuses what tqdm, which torch imports, cannot read in the environment)
-
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -68,13 +68,6 @@ def test_waiting_threads_sleep_in_a_program_unless_the_user_has_said_otherwise(p
     assert run(*program.split(), cwd=ROOT, env=environment, check=False).stderr == f"{policy}\n"
 
 
-@pytest.mark.parametrize("program", ["train.py", "compare.py", "data/text/prepare.py"])
-def test_an_environment_that_tqdm_cannot_read_is_one_line(program):
-    done = run(f"{ROOT}/{program}", "--help", env={"TQDM_MININTERVAL": "x"}, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("a variable TQDM_... in the environment cannot be read: ")
-    assert done.stderr.count("\n") == 1
-
-
 def bar_on_a_terminal_without_a_size():
     """Print what a progress bar writes to a terminal of 0 x 0."""
     terminal, stderr = pty.openpty()
