@@ -23,8 +23,8 @@ SIZES = {
 }  # fmt: skip
 # (file, whether imports inside functions count): the most files, and nodes in them, that its imports reach
 REACHED = {
-    ("model.py", False): (41, 24900),
-    ("model.py", True): (76, 51950),
+    ("model.py", False): (41, 24850),
+    ("model.py", True): (76, 51900),
     ("train.py", False): (74, 47950),
     ("train.py", True): (114, 81780),
 }
