@@ -132,7 +132,7 @@ def make_run(size, name, settings, rate, seed=SEEDS[0]):
     steps = settings.pop("steps", 1000) // size.fewer
     interval = -(-steps // 12)
     if "window" in settings:
-        settings["window"] //= size.shrink
+        settings["window"] = max(2, settings["window"] // size.shrink)
     if heads := settings.pop("heads", 0):
         head_dim = heads if size.full else heads // 8
         settings |= dict(n_head=size.model["n_embd"] // head_dim, head_dim=head_dim)

