@@ -1,7 +1,11 @@
-"""The kernel of cross entropy in the interpreter: against float64, and a model with it against one without."""
+"""The kernel of cross entropy against float64, and a model with it against one without.
+
+On the CPU in Triton's interpreter; with TEST_GPU=1 on the GPU.
+"""
 
 import pytest
 import torch
+from numerics import DEVICE
 from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
@@ -43,7 +47,7 @@ def test_an_entry_whose_exponential_would_overflow_comes_late(dtype, kernel):
     kernel(True)
     logits, targets = 3 * torch.randn(5, 3100), torch.tensor([7, 1500, 2999, 3050, 2500])
     logits[:2, 1500], logits[1:3, 2999], logits[3, :1024], logits[4, 2000:] = 1e3, 3e4, float("-inf"), 70.0
-    logits = logits.to(dtype)
+    logits, targets = logits.to(DEVICE, dtype), targets.to(DEVICE)
     exact = logits.double().requires_grad_()
     expected = F.cross_entropy(exact, targets, reduction="none")
     (exact_gradient,) = torch.autograd.grad(expected.sum(), exact)
@@ -54,7 +58,7 @@ def test_an_entry_whose_exponential_would_overflow_comes_late(dtype, kernel):
 
 
 def gradients(network, model, ids, autocast):
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         _, value = network(ids, ids.roll(-1, 1))
     return [value, *torch.autograd.grad(value, list(model.parameters()))]
 
@@ -67,9 +71,10 @@ def assert_close(results, expected, bound):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_model_learns_the_same_with_it(autocast, kernel):
     model = GPT(GPTConfig(**SHAPE, n_layer=2, attention="softmax,conformal_sympow", reset_token=7, bias=True))
+    model.to(DEVICE)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)
-    ids = torch.randint(0, 75, (2, 12))
+    ids = torch.randint(0, 75, (2, 12), device=DEVICE)
     expected = gradients(model, model, ids, autocast)
     uses = kernel(True)
     assert_close(gradients(model, model, ids, autocast), expected, 0.05 if autocast else 1e-4)
@@ -82,7 +87,7 @@ def test_it_is_part_of_a_compiled_graph(checkpointing, kernel):
     kernel(True)
     torch._dynamo.reset()
     pattern = dict(attention="softmax,conformal_sympow", activation_checkpointing=checkpointing)
-    model = GPT(GPTConfig(**SHAPE, n_layer=2, **pattern))
-    ids = torch.randint(0, 75, (2, 33))
+    model = GPT(GPTConfig(**SHAPE, n_layer=2, **pattern)).to(DEVICE)
+    ids = torch.randint(0, 75, (2, 33), device=DEVICE)
     compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
     assert_close(gradients(compiled, model, ids, True), gradients(model, model, ids, True), 0.05)

@@ -1,11 +1,11 @@
-"""Rotations: the paper's matrices, and their precision far into a text."""
+"""Rotations: the paper's matrices, and their precision far into a text; with TEST_GPU=1 the kernel on the GPU."""
 
 import math
 from functools import partial
 
 import pytest
 import torch
-from numerics import gradients
+from numerics import DEVICE, gradients
 
 from sympow.attention import rotary as rotary_module
 from sympow.attention.rotary import rotary, rotation_rates
@@ -51,8 +51,8 @@ def test_gradients_reach_x_and_u():
 @pytest.mark.parametrize("D", [6, 16])
 def test_the_kernel_computes_the_same_and_its_gradient(D, monkeypatch):
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
-    x = torch.randn(2, 13, 5, D).transpose(1, 2)
-    for u in (torch.arange(5.0).double(), torch.rand(2, 5).double()):
+    x = torch.randn(2, 13, 5, D, device=DEVICE).transpose(1, 2)
+    for u in (torch.arange(5.0, device=DEVICE).double(), torch.rand(2, 5, device=DEVICE).double()):
         results = []
         for reason in ("off", ""):
             monkeypatch.setattr(rotary_module, "why_not", lambda *_: reason)
@@ -62,7 +62,7 @@ def test_the_kernel_computes_the_same_and_its_gradient(D, monkeypatch):
 
 def test_the_kernel_has_the_second_derivative_of_pytorch(monkeypatch):
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
-    x, u, results = torch.randn(1, 5, 2, 6), torch.arange(5.0).double(), []
+    x, u, results = torch.randn(1, 5, 2, 6, device=DEVICE), torch.arange(5.0, device=DEVICE).double(), []
     for reason in ("off", ""):
         monkeypatch.setattr(rotary_module, "why_not", lambda *_: reason)
         leaf = x.clone().requires_grad_()
