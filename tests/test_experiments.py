@@ -455,7 +455,10 @@ def test_long_texts_take_equal_seconds_in_both_ways_and_are_read_at_once(tmp_pat
     assert [run.settings["seed"] for run in planned] == [seed for seed in (1337, 1338, 1339) for _ in names]
     keys = "block_size", "batch_size", "then", "max_iters", "decay_share"
     scratch, stages = ([run.settings.get(key) for key in keys] for run in planned[:2])
-    assert scratch == [65536, 2, None, 800, None] and stages == [4096, 32, "65536@10240", 10400, 0.0154]
+    assert scratch == [65536, 2, None, 200, None] and stages == [4096, 32, "65536@2560", 2600, None]
+    faster = dict(measures=dict(speed={"4096": 2**22, "65536": 2**20}))  # 8 steps a second at 65,536
+    run = long_texts.timed_run(size, long_texts.NAMES[0], "in stages", faster, 1337)
+    assert run.settings["then"] == "65536@2560" and run.settings["decay_share"] == round(160 / 2720, 4)
     texts = dict(length=65536, documents=64, skip=size.eval_tokens)
     for run in planned:
         measures = run.measures["positions"] | dict(bounds=0), run.measures["swapped"] | dict(last=0)
