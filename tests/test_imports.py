@@ -17,8 +17,8 @@ SHORT = {"README.md": 100, "docs/understand/attention.md": 150}  # the most line
 # the most nodes of syntax, without docstrings, that a file, the files at top level and each room may have: what they
 # have now and, where users add their own, an attention, an activation and a schedule more
 SIZES = {
-    "model.py": 1920, "train.py": 1950, "sample.py": 1100, "top level": 8960, "kernels": 38670, "attention": 24100,
-    "experiments": 7150, "data": 12650, "runs": 12660, "generation": 5180, "bench": 4150, "training": 4120,
+    "model.py": 1920, "train.py": 1950, "sample.py": 1100, "top level": 8975, "kernels": 38670, "attention": 24100,
+    "experiments": 8050, "data": 12650, "runs": 12660, "generation": 5180, "bench": 4150, "training": 4120,
     "sympow": 3060, "layers": 2385, "config": 480,
 }  # fmt: skip
 # (file, whether imports inside functions count): the most files, and nodes in them, that its imports reach
