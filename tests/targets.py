@@ -4,7 +4,7 @@
     python tests/targets.py --target sm_80 sm_90       # for these targets
     python tests/targets.py --once                     # one launch of each kernel, each for one target
     python tests/targets.py --large --target sm_86     # head dimension 128, its shared memory alone
-    python tests/targets.py --markdown                 # the table of docs/data/targets.md
+    python tests/targets.py --markdown                 # as a table
 
 A line is the JSON of a launch: a kernel, the case, its target, registers a thread, bytes a thread that spill into
 memory, and bytes of shared memory, or the error. The launches of training and generation with the models of config/ are
@@ -315,7 +315,7 @@ def main():
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--large", action="store_true")
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/data/targets.md")
+    parser.add_argument("--markdown", action="store_true", help="print a table")
     args = parser.parse_args()
     rows = measure(args.target, args.once, args.large)
     print(markdown(rows) if args.markdown else "\n".join(map(json.dumps, rows)))

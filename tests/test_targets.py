@@ -43,7 +43,7 @@ def compile_kernels(*options):
 @pytest.mark.parametrize("targets", ["once", *(pytest.param(target, marks=pytest.mark.slow) for target in TARGETS)])
 def test_kernels_compile_fit_and_do_not_spill(targets):
     """Each kernel for one target; where slow tests run, for every target, and every launch of the shipped configs for
-    sm_90 (ALL_TARGETS=1: for every target, a quarter of an hour on two cores; docs/data/targets.md has the result)."""
+    sm_90 (ALL_TARGETS=1: for every target, a quarter of an hour on two cores)."""
     every_launch = targets == "sm_90" or os.environ.get("ALL_TARGETS")
     rows = compile_kernels(*["--once"] * (not every_launch), "--target", *(TARGETS if targets == "once" else [targets]))
     for row in rows:
