@@ -25,7 +25,7 @@ SIZES = {
 REACHED = {
     ("model.py", False): (41, 24850),
     ("model.py", True): (76, 51900),
-    ("train.py", False): (74, 47950),
+    ("train.py", False): (74, 47960),
     ("train.py", True): (114, 81780),
 }
 UNCOUNTED = ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop, ast.Module
