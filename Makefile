@@ -12,17 +12,17 @@ help:  ## this list
 
 DEMO_NAMES = softmax,window,sympow_gating
 
-demo: env  ## prepare data, train three small models, plot their losses, sample from one (4 minutes on two CPUs)
+demo: env  ## prepare data, train three small models, plot their losses, sample from one (about 5 minutes on two CPUs)
 	$(PY) data/pystdlib/prepare.py
-	$(PY) train.py config/demo.py --attention=softmax --out_dir=out/demo_softmax
-	$(PY) train.py config/demo.py --attention=softmax --window=256 --out_dir=out/demo_window
+	$(PY) train.py config/demo.py --attention=softmax --output_gate=True --out_dir=out/demo_softmax
+	$(PY) train.py config/demo.py --attention=softmax --output_gate=True --window=256 --out_dir=out/demo_window
 	$(PY) train.py config/demo.py --out_dir=out/demo_power
 	$(PY) compare.py out/demo_softmax out/demo_window out/demo_power --names=$(DEMO_NAMES) --png=out/demo_loss.png
 	$(PY) evaluate.py --out_dir=out/demo_softmax,out/demo_window,out/demo_power --names=$(DEMO_NAMES) --length=2048 --documents=24 --png=out/demo_loss_by_position.png
 	$(PY) sample.py --out_dir=out/demo_power --prompt="def " --max_new_tokens=600
 	@echo
-	@echo "out/demo_loss.png shows how they learn, by tokens and time. The window keeps as many bytes as the state; no text of"
-	@echo "training is longer, so that there it is softmax."
+	@echo "out/demo_loss.png shows how they learn, by tokens and time. The window keeps as many bytes as the state. It is as"
+	@echo "long as the training context, so the window learns what softmax learns."
 	@echo "out/demo_loss_by_position.png shows them reading 8 times their training context, which ends at the dashed line."
 
 PYTEST = -m pytest -rfE -n auto --maxprocesses=8 tests

@@ -1,4 +1,4 @@
-"""A small byte-level model of Python source, about 90 seconds on two CPU cores. `make demo` trains three of them."""
+"""A small byte-level model of Python source, about 2 minutes on two CPU cores. `make demo` trains three of them."""
 
 dataset = "pystdlib"
 attention = "sympow_gating"

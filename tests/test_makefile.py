@@ -21,8 +21,8 @@ def make(*arguments, folder=ROOT):
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 DEMO = [
     "data/pystdlib/prepare.py",
-    "train.py config/demo.py --attention=softmax --out_dir=out/demo_softmax",
-    "train.py config/demo.py --attention=softmax --window=256 --out_dir=out/demo_window",
+    "train.py config/demo.py --attention=softmax --output_gate=True --out_dir=out/demo_softmax",
+    "train.py config/demo.py --attention=softmax --output_gate=True --window=256 --out_dir=out/demo_window",
     "train.py config/demo.py --out_dir=out/demo_power",
     "compare.py out/demo_softmax out/demo_window out/demo_power --names=softmax,window,sympow_gating"
     " --png=out/demo_loss.png",
