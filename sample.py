@@ -25,7 +25,7 @@ from sympow.data import DataError
 from sympow.data.progress import bar
 from sympow.generation import state_file
 from sympow.generation.generate import generate
-from sympow.generation.steps import Timings, cache_dtype, read_prompt
+from sympow.generation.steps import RANGES, Timings, cache_dtype, read_prompt
 from sympow.runs import checkpoint
 from sympow.runs.load import load_run, newest_run
 from sympow.runs.program import check_output, run_program, refuse
@@ -188,12 +188,11 @@ def check(cfg):
     """Refuse settings that are out of range, with the value and what would be right."""
     recurrent, loads = cfg.form == "recurrent", bool(cfg.load_state)
     ranges = [
+        *RANGES,
         ("num_samples", "at least 1 and below 2^31", lambda x: 1 <= x < 2**31),
         ("seed", "positive and below 2^63", lambda x: 0 <= x < 2**63 - cfg.num_samples),
         ("max_new_tokens", "at least 1, or 0 with --save_state", lambda x: x >= (not cfg.save_state)),
-        ("temperature", "0 (greedy) or at least 1e-6", lambda x: x == 0 or x >= 1e-6),
-        ("top_k switch_over", "positive, or 0", lambda x: x >= 0),
-        ("top_p", "in (0, 1]", lambda x: 0 < x <= 1),
+        ("switch_over", "at least 0", lambda x: x >= 0),
         ("switch_over", "left out with form=recurrent or load_state", lambda x: not (x and (recurrent or loads))),
         ("form", "left out with load_state", lambda x: not (recurrent and loads)),
         ("form", ["auto", "recurrent"]),

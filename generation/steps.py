@@ -15,6 +15,11 @@ from ..attention.operator.memory import check_generation_fits
 from ..data.progress import bar
 
 PIECE = {"cuda": 32768, "cpu": 1024}  # tokens of a prompt that are read in one call
+RANGES = (  # of the choice of a token: (name, range in words, function of a value that is True in the range)
+    ("temperature", "0 (greedy) or at least 1e-6", lambda x: x == 0 or x >= 1e-6),
+    ("top_k", "at least 0", lambda x: x >= 0),
+    ("top_p", "in (0, 1]", lambda x: 0 < x <= 1),
+)
 
 
 def read_prompt(
@@ -83,12 +88,10 @@ class Sampler:
 
         Raises ValueError for a temperature, top_k or top_p out of its range.
         """
-        if not (temperature == 0 or temperature >= 1e-6) or top_k < 0 or not 0 < top_p <= 1:
-            raise ValueError(
-                "temperature must be 0 or at least 1e-6, top_k at least 0 and top_p in (0, 1], got "
-                f"{temperature}, {top_k} and {top_p}"
-            )
         self.options = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+        for name, allowed, is_allowed in RANGES:
+            if not is_allowed(self.options[name]):
+                raise ValueError(f"{name} must be {allowed}, got {self.options[name]}")
         self.kernel, self.used = kernel, 0
         self.generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
         self.numbers = torch.empty(num_samples, self.NUMBERS, dtype=torch.float64, device=device)
