@@ -44,8 +44,7 @@ class SampleConfig:
     seed: int = 1337  # sample i is generated with seed + i
     save_state: str = ""  # a file for the state after the prompt
     load_state: str = ""  # such a file: the prompt continues from there
-    form: str = "auto"  # auto: a KV cache until a state is cheaper; recurrent: a state from the first token on
-    switch_over: int = 0  # cached tokens at which a state replaces the KV cache; 0: when both are equally large
+    switch_over: int = 0  # cached tokens that a state replaces, 1: a state at once; 0: when both are equally large
     state_dtype: str = "float32"  # or bfloat16, on a GPU: half the memory, rounded whenever cached tokens move in
     device: str = "auto"  # auto: cuda or cpu; cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32
@@ -165,11 +164,8 @@ def choose_switch_over(model, cfg):
     Refuses a setting that no attention of the model takes.
     """
     attentions = [attention for attention in model.attentions() if attention.switch_over not in ("never", None)]
-    if not attentions and (cfg.switch_over or cfg.form == "recurrent"):
-        setting = "switch_over" if cfg.switch_over else "form=recurrent"
-        refuse(f"attention={model.config.attention} takes no {setting}: it has no KV cache that becomes a state")
-    if cfg.form == "recurrent":
-        return "always"
+    if cfg.switch_over and not attentions:
+        refuse(f"attention={model.config.attention} takes no switch_over: it has no KV cache that becomes a state")
     if cfg.switch_over or {attention.switch_over for attention in attentions} != {"auto"}:
         return cfg.switch_over or None
     sizes = cache_dtype(model).itemsize, getattr(torch, cfg.state_dtype)
@@ -186,16 +182,13 @@ def load_state(path, model):
 
 def check(cfg):
     """Refuse settings that are out of range, with the value and what would be right."""
-    recurrent, loads = cfg.form == "recurrent", bool(cfg.load_state)
     ranges = [
         *RANGES,
         ("num_samples", "at least 1 and below 2^31", lambda x: 1 <= x < 2**31),
         ("seed", "positive and below 2^63", lambda x: 0 <= x < 2**63 - cfg.num_samples),
         ("max_new_tokens", "at least 1, or 0 with --save_state", lambda x: x >= (not cfg.save_state)),
         ("switch_over", "at least 0", lambda x: x >= 0),
-        ("switch_over", "left out with form=recurrent or load_state", lambda x: not (x and (recurrent or loads))),
-        ("form", "left out with load_state", lambda x: not (recurrent and loads)),
-        ("form", ["auto", "recurrent"]),
+        ("switch_over", "left out with load_state", lambda x: not (x and cfg.load_state)),
         ("state_dtype", ["float32", "bfloat16"]),
         ("dtype", ["auto", "float32", "bfloat16"]),
     ]
