@@ -80,8 +80,6 @@ class TrainConfig:
     wandb_log: bool = True  # False: the same as wandb=disabled
     wandb_project: str = "sympow"  # project in wandb
     wandb_run_name: str = ""  # name in wandb; default: the name of out_dir
-    wandb_group: str = ""  # group of runs in wandb
-    wandb_tags: str = ""  # in wandb, with commas between
     # machine
     device: str = "auto"  # auto: cuda or cpu; cuda:1, ...
     dtype: str = "auto"  # auto: bfloat16 on GPUs that have it, else float32

@@ -33,7 +33,7 @@ FREE = (
     {"out_dir", "init_from", "overwrite", "max_seconds", "max_skipped", "then", "gradient_accumulation_steps"}
     | {"eval_interval", "eval_tokens", "eval_only", "val_datasets", "log_interval", "sample_tokens"}
     | {"always_save_checkpoint", "device", "backend", "timeout", "activation_checkpointing"}
-    | {"wandb", "wandb_log", "wandb_project", "wandb_run_name", "wandb_group", "wandb_tags"}
+    | {"wandb", "wandb_log", "wandb_project", "wandb_run_name"}
 )
 # These do not change the steps either, unless there is dropout: each rank draws the masks for its own micro-batch, with
 # the random numbers of its device, and torch.compile draws others. gradient_accumulation_steps follows from them.

@@ -230,8 +230,6 @@ def start_wandb(cfg, settings, run_id, parameters):
         "id": run_id,
         "project": cfg.wandb_project,
         "name": cfg.wandb_run_name or os.path.basename(os.path.abspath(cfg.out_dir)),
-        "group": cfg.wandb_group or None,
-        "tags": [tag.strip() for tag in cfg.wandb_tags.split(",") if tag.strip()],
         "dir": cfg.out_dir,
         "config": settings | {"parameters": parameters},
     }

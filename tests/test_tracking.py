@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_key")
 def start(folder, step=0, wandb="disabled", evaluated=False):
     """Start the Tracker of a run in this folder, which resumes from a step."""
     settings = {"out_dir": str(folder), "wandb_log": True, "wandb": wandb, "wandb_project": "p"}
-    settings |= dict.fromkeys(("wandb_run_name", "wandb_group", "wandb_tags"), "")
+    settings["wandb_run_name"] = ""
     folder.mkdir(exist_ok=True)
     model = types.SimpleNamespace(parameter_count=lambda: 1234)
     return Tracker(types.SimpleNamespace(**settings), settings, Progress(step=step, evaluated=evaluated), model)

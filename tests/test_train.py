@@ -377,9 +377,11 @@ def test_graphs_of_another_code_of_an_attention_of_ones_own_are_not_found(tmp_pa
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_wandb_has_nanogpts_names_and_our_own_step(go, wandb_server):  # noqa: F811
-    """The real package with a server on this machine."""
-    assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=3", "--wandb_group=g", "--wandb_tags=t, u,") == 0
+def test_wandb_has_nanogpts_names_and_our_own_step(go, wandb_server, monkeypatch):  # noqa: F811
+    """The real package with a server on this machine. The group and the tags are in its own environment variables."""
+    monkeypatch.setenv("WANDB_RUN_GROUP", "g")
+    monkeypatch.setenv("WANDB_TAGS", "t,u")
+    assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=3") == 0
     assert go("--out_dir=out/a", "--wandb=auto", "--max_iters=4") == 0
     (run,) = wandb_server.runs.values()  # the same run went on
     assert (run["displayName"], run["groupName"], run["tags"]) == ("a", "g", ["t", "u"])
