@@ -17,16 +17,16 @@ import torch
 from tqdm import tqdm
 
 from ..data.progress import NEXT_LINE, bar
-from .processes import print_to_terminal, warn
+from .processes import print_to_terminal
 
 
 class Display:
     """Shows the progress of a run with the limits cfg.max_iters and cfg.max_seconds, which is at this step."""
 
     def __init__(self, cfg, step, device, shown):
-        self.cfg, self.device, self.shown, self.first, self.fastest = cfg, device, shown, None, {}
+        self.cfg, self.device, self.shown, self.first = cfg, device, shown, None
         form = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps [{elapsed}{postfix}]"
-        self.bar = bar(total=cfg.max_iters, initial=step, unit="step", bar_format=form) if shown else tqdm(disable=True)
+        self.bar = bar(total=cfg.max_iters, initial=step, unit="step", bar_format=form, disable=not shown)
 
     def step(self):
         """Move the bar by a step."""
@@ -37,9 +37,6 @@ class Display:
 
         numbers: train_loss, tok_per_sec, lr, seconds (of training so far) and mfu, a number or None.
         """
-        if not self.shown:
-            return
-        self.warn_of_slow_steps(steps_per_second, context)
         speed = f"{numbers['tok_per_sec']:,.0f} tok/s"
         if numbers["mfu"]:
             speed += f", mfu {numbers['mfu']:.1%}"
@@ -59,16 +56,6 @@ class Display:
             steps_per_second = (step - first_step) / (seconds - first_seconds)
         left = (self.cfg.max_iters - step) / steps_per_second
         return max(0.0, min(left, self.cfg.max_seconds - seconds) if self.cfg.max_seconds else left)
-
-    def warn_of_slow_steps(self, steps_per_second, context):
-        """Print a line if a step takes over a second and ten times as long as the fastest at its context.
-
-        From then on the others are compared with that step.
-        """
-        fastest = self.fastest[context] = max(steps_per_second, self.fastest.get(context, 0.0))
-        if steps_per_second < min(1, fastest / 10):
-            warn("steps take ten times longer than before: does another program run? OMP_NUM_THREADS=1 may help a CPU")
-            self.fastest[context] = steps_per_second
 
     def close(self):
         """Leave the bar as it is, and print the memory that a GPU had in use."""

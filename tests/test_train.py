@@ -449,17 +449,6 @@ def test_the_bar_shows_what_was_logged_last_and_a_time_left_that_counts_evaluati
     assert display.Display(cfg, 10, torch.device("cpu"), shown=False).bar.disable
 
 
-def test_steps_that_take_ten_times_longer_are_said_to_do_so_once(capsys):
-    shown = display.Display(train.TrainConfig(), 0, None, shown=True)
-    steps = (9.0, 32), (1.0, 32), (0.5, 64), (0.06, 64), (0.04, 64), (0.01, 64)  # steps per second, context
-    for step in steps[:4]:
-        shown.warn_of_slow_steps(*step)
-    assert not capsys.readouterr().err
-    for step in steps[4:]:
-        shown.warn_of_slow_steps(*step)
-    assert "ten times longer" in refusal(capsys)
-
-
 def test_without_a_terminal_a_line_has_loss_speed_rate_memory_and_the_time_left(go, capsys):
     assert go("--out_dir=out/a", "--log_interval=2", "--warmup_iters=1") == 0
     form = r"step (\d): loss \d\.\d{4}, [\d,]+ tok/s, lr (\S+), \d+\.\d GB, (\d\d:\d\d) left"
