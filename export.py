@@ -31,7 +31,6 @@ from sympow.data.huggingface import tokenizers_json
 from sympow.runs import checkpoint
 from sympow.runs.load import load_run, longest_text, newest_run, no_checkpoint, transformers_type
 from sympow.runs.program import run_program, refuse
-from sympow.runs.metrics import read_lines
 from sympow.runs.settings import read_settings
 from sympow.runs.starts import last_code
 
@@ -136,11 +135,8 @@ def write_texts(target, run, folder, config, tokenizer):
 
 
 def model_card(run, folder, settings, tokenizer):
-    """Return the text of README.md: the model, its data, its training and its losses."""
-    model, lines = settings["model"], read_lines(os.path.join(run, "metrics.jsonl"))
-    losses = [*{line["step"]: line for line in lines if "val_loss" in line}.values()]
-    shown = sorted({*range(0, len(losses), max(1, len(losses) // 10)), *range(len(losses))[-1:]})
-    rows = [f"| {x['step']:,} | {x.get('tokens', 0):,} | {x['val_loss']:.4f} |" for x in (losses[i] for i in shown)]
+    """Return the text of README.md: the model, its data, its training and its validation loss."""
+    model, progress = settings["model"], checkpoint.read_progress(folder)
     training = ", ".join(f"{name}={settings[name]}" for name in TRAINING if settings.get(name, "") != "")
     lines = [
         "---",
@@ -165,10 +161,7 @@ def model_card(run, folder, settings, tokenizer):
         "## Training",
         "",
         f"Data: {settings['dataset']} (fingerprint {settings['data']}), {Path(folder).name}. {training}.",
-        "",
-        "| step | tokens | validation loss, nats a token |",
-        "| ---: | ---: | ---: |",
-        *rows,
+        f"Lowest validation loss so far: {progress.best:.4f} nats a token, after step {progress.best_step:,}.",
     ]
     if tokenizer.json_escaped:
         lines += ["", "The training text was escaped with `json.dumps(text)[1:-1]`: escape prompts, unescape outputs."]

@@ -300,8 +300,9 @@ def write_run(folder, tokenizer=None, **settings):
     norm = model.transformer.ln_wte if config.embedding_norm else model.transformer.ln_f
     norm.weight.data.neg_()  # else the head, which is the embedding, repeats the last token
     os.makedirs(folder)
+    progress = checkpoint.Progress(7, best=4.0, best_step=2, model=vars(config))
     with checkpoint.Writer(str(folder)) as writer:
-        writer.save(model, torch.optim.AdamW(model.parameters()), checkpoint.Progress(7, model=vars(config)))
+        writer.save(model, torch.optim.AdamW(model.parameters()), progress)
     run = dict(dataset="pystdlib", data="0123", init_from="auto", block_size=16, then="24@0.5", learning_rate=6e-4)
     write_json(f"{folder}/config.json", run | {"version": checkpoint.VERSION, "model": vars(config)})
     rows = [{"step": step, "val_loss": 6.0 - step, "tokens": 100 * step} for step in (0, 1, 1, 2)]

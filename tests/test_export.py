@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -56,9 +55,7 @@ def test_a_folder_has_all_that_a_model_needs(tmp_path, monkeypatch, capsys):
     assert GPTConfig(**config["model"]) == model.config and config["eos_token_id"] == 256
     card = (target / "README.md").read_text()
     assert "attention sympow_gating, p=2" in card and "step_00000007" in card and "learning_rate=0.0006" in card
-    assert re.findall(r"^\| (\d+) \| (\d+) \| ([\d.]+) \|$", card, re.M) == [
-        ("0", "0", "6.0000"), ("1", "100", "5.0000"), ("2", "200", "4.0000")
-    ]  # fmt: skip
+    assert "validation loss so far: 4.0000 nats a token, after step 2." in card
 
 
 def test_of_two_exports_into_one_folder_the_last_stays(tmp_path, monkeypatch):
