@@ -53,7 +53,6 @@ class EvaluateConfig:
     length: int = 0  # tokens of each document; 0: 4 times the final training context, at most the whole document
     documents: int = 16  # number of documents
     pack: bool = False  # join documents to longer texts; only a model trained with pack forgets where one begins
-    piece: int = 0  # tokens to read at a time; 0: 65,536 on a GPU, else 1,024
     png: str = ""  # a file for a picture of the loss by position
     # tasks of lm-evaluation-harness
     tasks: str = ""  # names of tasks or groups, or paths of YAML files, separated by commas
@@ -68,11 +67,11 @@ class EvaluateConfig:
     json: bool = False  # end with one JSON line: each run's mean losses between powers of two, or its metrics by task
 
 
-POSITION_SETTINGS = ("dataset", "length", "documents", "pack", "piece", "png")
+POSITION_SETTINGS = ("dataset", "length", "documents", "pack", "png")
 DETAILS = ("samples", "num_fewshot", "version")  # of a task, which are no metrics
 TASK_SETTINGS = ("include_path", "num_fewshot", "limit", "batch_size", "max_length")
 RANGES = (
-    ("length piece max_length", "at least 0", lambda x: x >= 0),
+    ("length max_length", "at least 0", lambda x: x >= 0),
     ("documents batch_size", "at least 1", lambda x: x >= 1),
     ("num_fewshot", "at least 0, or -1", lambda x: x >= -1),
     ("limit", "0, a share below 1 or a whole number", lambda x: 0 <= x < 1 or x == int(x) > 0),
@@ -169,7 +168,7 @@ def evaluate_run(folder, cfg, windows):
         for i in range(count):
             inputs, targets = windows.batch([i * stride])
             pieces = []
-            for piece_losses in score_pieces(model, inputs.to(device), targets.to(device), cfg.piece):
+            for piece_losses in score_pieces(model, inputs.to(device), targets.to(device)):
                 pieces.append(piece_losses.double().cpu())
                 progress.update(piece_losses.numel())
             losses.append(torch.cat(pieces, 1))
