@@ -59,9 +59,6 @@ POWERS = {  # name -> (p, gated)
     "p4": (4, False),
     "p2_gated": (2, True),
     "p4_gated": (4, True),
-    "p2": (2, False),
-    "p6": (6, False),
-    "p8": (8, False),
 }
 CHUNKED = {"chunked_p2": 2, "chunked_p4_d16": 4, "chunked_p4_d32": 4}  # name -> p
 HEAD_DIMS = {"chunked_p4_d16": 16, "chunked_p4_d32": 32}  # name -> head dimension, if it is another one
