@@ -12,7 +12,6 @@ generation of one text, from what bench.train and this program have written with
 
 import gc
 import time
-from functools import partial
 from itertools import product
 from statistics import median
 from types import SimpleNamespace
@@ -45,7 +44,7 @@ LABELS = {  # of the picture
 }
 SWITCH_OVER = 512  # tokens, fewer than any context that is measured, so that each has a state
 WARM_UP = 200
-PREFILL, LONG_PREFILL = 65536, 2**20  # tokens
+PREFILL = 65536  # tokens
 NAMES = ["transformers_dynamic", "transformers_static", *VARIANTS]
 COLUMNS = {  # key of a row -> (title, place, format)
     "name": ("name", "<22", "s"),
@@ -59,8 +58,6 @@ COLUMNS = {  # key of a row -> (title, place, format)
 PREFILL_COLUMNS = {
     "name": ("name", "<22", "s"),
     "prefill_tokens_per_second": ("prompt tokens/s", ">15", ",.0f"),
-    "prefill_gb": ("GB", ">6", ".2f"),
-    "long_prefill_gb": ("longer, GB", ">10", ".2f"),
 }
 
 
@@ -115,24 +112,16 @@ def summarize(times, batch):
 
 
 def measure_prefill(settings):
-    """Return tokens a second of reading a prompt of PREFILL tokens, and peaks of memory.
-
-    The peaks are the allocated GB while this prompt is read, and while one of LONG_PREFILL tokens is read.
-    """
+    """Return tokens a second of reading a prompt of PREFILL tokens."""
     model = GPT(GPTConfig(**settings)).cuda().eval()
-    ids = torch.randint(model.config.vocab_size, (1, LONG_PREFILL), device="cuda")
+    ids = torch.randint(model.config.vocab_size, (1, PREFILL), device="cuda")
 
-    def read(n):
-        model.read(ids[:, :n], model.empty_state(1), PIECE["cuda"])
+    def read():
+        model.read(ids, model.empty_state(1), PIECE["cuda"])
 
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
-        duration = median([milliseconds(partial(read, PREFILL)) for _ in range(6)][2:])  # two calls do not count
-        peaks = []
-        for n in (PREFILL, LONG_PREFILL):
-            torch.cuda.reset_peak_memory_stats()
-            read(n)
-            peaks.append(torch.cuda.max_memory_allocated() / 1e9)
-    return dict(prefill_tokens_per_second=1000 * PREFILL / duration, prefill_gb=peaks[0], long_prefill_gb=peaks[1])
+        duration = median([milliseconds(read) for _ in range(6)][2:])  # two calls do not count
+    return dict(prefill_tokens_per_second=1000 * PREFILL / duration)
 
 
 def measure(name, batch, context, args):
@@ -198,7 +187,7 @@ def main():
         if name in VARIANTS or context <= 3000:  # GPT-2 has 4,096 positions
             rows.append(measure(name, batch, context, args))
             print_row(COLUMNS, rows[-1])
-    print(f"\nreading {PREFILL:,} tokens; `longer` is the peak of memory with {LONG_PREFILL:,}\n")
+    print(f"\nreading {PREFILL:,} tokens\n")
     print_titles(PREFILL_COLUMNS)
     for name in args.only:
         if name in VARIANTS:
