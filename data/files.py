@@ -18,30 +18,22 @@ def whole_file(path):
     """Yield the path of a temporary file in the same folder, which is made if need be.
 
     At the end it is flushed to disk and renamed to `path`, so that readers, also after a crash, find either the old
-    file or the whole new one. If an error or an interrupt comes first, it is removed, and so are the folders that were
-    made.
+    file or the whole new one. If an error or an interrupt comes first, it is removed.
     """
     target = os.path.realpath(path)  # a link stays a link
     folder = os.path.dirname(target)
     # Short, so that it fits wherever the name does; random, since processes in containers have equal numbers.
     temporary = os.path.join(folder, f".{secrets.token_hex(6)}.tmp")
-    made = []
-    while not os.path.isdir(folder):
-        made.append(folder)
-        folder = os.path.dirname(folder)
+    os.makedirs(folder, exist_ok=True)
     try:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
         yield temporary
         flush_to_disk(temporary)
         os.replace(temporary, target)
     except BaseException:
         with suppress(OSError):
             os.remove(temporary)
-        with suppress(OSError):
-            for folder in made:
-                os.rmdir(folder)
         raise
-    flush_to_disk(os.path.dirname(target))
+    flush_to_disk(folder)
 
 
 def write_atomically(path, data):

@@ -104,7 +104,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         with open(temporary, "w") as f:
             f.write("half")
         raise OSError(errno.EFBIG, "File too large")
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(path.parent) == []
     with whole_file(path) as temporary, open(temporary, "w") as f:
         f.write("whole")
     assert path.read_text() == "whole" and os.listdir(path.parent) == [path.name]
