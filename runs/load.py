@@ -33,58 +33,58 @@ def load_run(path, device="auto", dtype="auto"):
     """Return the checkpoint's folder, its model, its tokenizer, the device and the autocast context to use.
 
     path: a run's folder, one of its checkpoints, or a folder that export.py or transformers wrote, which is then the
-    "checkpoint's folder" too; device and dtype: settings as of train.py. The checksums of the
-    weights are compared: a damaged checkpoint is named on stderr and left out for the one before it. If training
-    removes it while it is read, a newer one is chosen. Refuse a run without a checkpoint, or with a config.json or
-    tokenizer that cannot be read or does not fit.
+    "checkpoint's folder" too; device and dtype: settings as of train.py. Refuse what `load_checkpoint` and
+    `load_folder` refuse.
     """
-    run, (device, autocast) = checkpoint.run_of(path), choose_precision(device, dtype)
-    if transformers_type(path):
-        try:
-            model, tokenizer = load_folder(path, device)
-            with autocast:
-                check_kernels_of_prompts(model)
-            return path, model, tokenizer, device, autocast
-        except (OSError, ValueError) as error:
-            refuse(error)
+    device, dtype = choose_device(device, dtype)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current device
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    folder, model, tokenizer = load_folder(path) if transformers_type(path) else load_checkpoint(path)
+    model = model.to(device).eval()
+    with autocast:
+        check_kernels_of_prompts(model)
+    return folder, model, tokenizer, device, autocast
+
+
+def load_checkpoint(path):
+    """Return the folder of the newest whole checkpoint of a run, or of this checkpoint, its model and its tokenizer.
+
+    The checksums of the weights are compared: a damaged checkpoint is named on stderr and left out for the one before
+    it. If training removes it while it is read, a newer one is chosen. Refuse a run without a checkpoint, or with a
+    config.json or tokenizer that cannot be read or does not fit.
+    """
+    run = checkpoint.run_of(path)
     while folder := checkpoint.newest(path, True, warn, checkpoint.WEIGHTS):
         try:
             settings, tokenizer = checkpoint.settings(run, folder), load_tokenizer(run)
             model = GPT(GPTConfig(**settings["model"]))
             checkpoint.load(folder, model)
             warn_of_changes(f"{run} was last trained with", last_code(folder))
-            model = model.to(device).eval()
-            with autocast:
-                check_kernels_of_prompts(model)
-            return folder, model, tokenizer, device, autocast
+            return folder, model, tokenizer
         except (DataError, FileNotFoundError) as error:
             if not checkpoint.damage(folder, False, checkpoint.WEIGHTS):  # nothing of it has gone
                 refuse(error)
     refuse(no_checkpoint(path))
 
 
-def load_folder(path, device):
-    """Return the model and the tokenizer in a folder that export.py or transformers wrote.
+def load_folder(path):
+    """Return the path of a folder that export.py or transformers wrote, its model and its tokenizer.
 
-    A model of transformers that has more ids than its tokenizer has tokens loses them. Raises OSError or ValueError if
-    the folder is damaged, or has a model that this repository cannot have.
+    A model of transformers that has more ids than its tokenizer has tokens loses them. Refuse a folder that is damaged,
+    or has a model that this repository cannot have.
     """
-    source = read_folder(path, read_json(os.path.join(path, "config.json")), path)
-    tokenizer = read_huggingface(os.path.join(path, "tokenizer.json"))
-    if tokenizer.n_vocab > source.model["vocab_size"]:
-        raise DataError(f"the tokenizer in {path} has more tokens than its model")
-    model = GPT(GPTConfig(**{**source.model, "vocab_size": tokenizer.n_vocab}))
-    source.check(model.config, fresh=False)
-    source.fill(model)
-    return model.to(device).eval(), Tokenizer("huggingface", tokenizer)
-
-
-def choose_precision(device, dtype):
-    """Return the device and the autocast context for two settings."""
-    device, dtype = choose_device(device, dtype)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches on the current device
-    return device, torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    try:
+        source = read_folder(path, read_json(os.path.join(path, "config.json")), path)
+        tokenizer = read_huggingface(os.path.join(path, "tokenizer.json"))
+        if tokenizer.n_vocab > source.model["vocab_size"]:
+            raise DataError(f"the tokenizer in {path} has more tokens than its model")
+        model = GPT(GPTConfig(**{**source.model, "vocab_size": tokenizer.n_vocab}))
+        source.check(model.config, fresh=False)
+        source.fill(model)
+        return path, model, Tokenizer("huggingface", tokenizer)
+    except (OSError, ValueError) as error:
+        refuse(error)
 
 
 def transformers_type(path):

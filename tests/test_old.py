@@ -149,7 +149,7 @@ def test_an_old_export_and_old_states_have_the_logits_that_they_had(old, dataset
     exported, model = open_source("export", Dataset(dataset)), load_run("run", "cpu", "float32")[1]
     filled = GPT(GPTConfig(**exported.model)).eval()
     exported.fill(filled)
-    models = [model, load_folder("export", "cpu")[0], filled, SympowForCausalLM.from_pretrained("export").gpt]
+    models = [model, load_folder("export")[1].eval(), filled, SympowForCausalLM.from_pretrained("export").gpt]
     if not missing:  # the code of that time knows of no older files
         models.append(AutoModelForCausalLM.from_pretrained("export", trust_remote_code=True).gpt)
     (expected, state), (later, _) = (state_file.load_state(path, model) for path in STATES)
@@ -169,7 +169,7 @@ def test_every_program_takes_an_old_run(old, dataset, capsys):
     assert [*losses.values()] == pytest.approx(BY_POSITION, abs=2e-4)
     assert call(sample.main, "run", "--load_state=text.state", "--prompt= circles", "--max_new_tokens=9") == 0
     assert call(export.main, "run", "--to=again") == 0
-    assert torch.equal(*(read(load_folder(folder, "cpu")[0]) for folder in ("export", "again")))
+    assert torch.equal(*(read(load_folder(folder)[1]) for folder in ("export", "again")))
     for folder in ("run", "export"):
         assert go(dataset, f"--init_from={folder}", "--max_iters=1", f"--out_dir=from_{folder}") == 0
     for path in ("again", "from_run", "from_export"):
