@@ -53,18 +53,20 @@ from sympow.runs.program import run_program
 ROUNDS, CALLS = 7, 10
 HEADS, HEAD_DIM = 12, 64
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-POWERS = {  # name -> (p, gated)
-    "flex_p4": (4, False),
-    "flex_p4_gated": (4, True),
-    "p4": (4, False),
-    "p2_gated": (2, True),
-    "p4_gated": (4, True),
+POWERS = {  # name -> (p, gated, form)
+    "flex_p4": (4, False, "flex"),
+    "flex_p4_gated": (4, True, "flex"),
+    "p4": (4, False, "quadratic"),
+    "p2_gated": (2, True, "quadratic"),
+    "p4_gated": (4, True, "quadratic"),
+    "chunked_p2": (2, True, "chunked"),
+    "chunked_p4_d16": (4, True, "chunked"),
+    "chunked_p4_d32": (4, True, "chunked"),
 }
-CHUNKED = {"chunked_p2": 2, "chunked_p4_d16": 4, "chunked_p4_d32": 4}  # name -> p
 HEAD_DIMS = {"chunked_p4_d16": 16, "chunked_p4_d32": 32}  # name -> head dimension, if it is another one
 WINDOWS = {"window_2048": 2048}  # name -> tokens that a token sees
 LOG = ("heinsen_log", "heinsen_signed", "logcumsumexp")
-NAMES = [*BACKENDS, *POWERS, *CHUNKED, *WINDOWS, *LOG]
+NAMES = [*BACKENDS, *POWERS, *WINDOWS, *LOG]
 DEFAULT = ("cudnn", "flash", "flex_p4", "flex_p4_gated", "p4", "p2_gated", "p4_gated", "chunked_p2")
 LONGEST_FLEX = 16384  # tokens, unless --only names FlexAttention, which compiles for long
 COLUMNS = {  # key of a row -> (title, place, format)
@@ -161,14 +163,11 @@ def build(name, qkv, log_g, dy):
         return Contender(partial(heinsen_attention, values=name.removeprefix("heinsen_")), qkv, dy)
     if name in WINDOWS:
         return Contender(partial(attend_in_window, window=WINDOWS[name]), qkv, dy)
-    if name in CHUNKED:
-        function = partial(power_attention, p=CHUNKED[name], form="chunked")
-        return Contender(function, [*qkv, log_g], dy)
-    p, gated = POWERS[name]
-    if name.startswith("flex"):
+    p, gated, form = POWERS[name]
+    if form == "flex":
         C = log_g.detach().cumsum(2) if gated else None
         return Contender(make_flex(p, C, dy.shape[2]), qkv, dy)
-    function = partial(power_attention, p=p, form="quadratic")
+    function = partial(power_attention, p=p, form=form)
     return Contender(function, [*qkv, log_g] if gated else qkv, dy)
 
 
