@@ -49,8 +49,6 @@ class Tokenizer:
     def __init__(self, kind, encoding=None, json_escaped=False):
         """Take a tiktoken.Encoding with a special token <|endoftext|> for kind "bpe", a HuggingFaceEncoding for kind
         "huggingface", IdsEncoding() for "ids", None for "bytes"."""
-        if kind not in (*WITHOUT_VOCABULARY, *VOCABULARY_FILES) or (encoding is None) != (kind == "bytes"):
-            raise DataError(f"tokenizer kind must be bytes, or bpe, huggingface or ids with an encoding, got {kind!r}")
         self.kind = kind
         self.json_escaped = json_escaped
         self.encoding = encoding
@@ -81,8 +79,6 @@ class Tokenizer:
 
     def encode_bytes(self, raw):
         """Return the int32 ids of any bytes, so that a file that is not UTF-8 stays as it is. Kind "bytes" only."""
-        if self.kind != "bytes":
-            raise DataError(f"encode_bytes needs a tokenizer of kind bytes, got {self.kind}")
         return np.frombuffer(raw, dtype=np.uint8).astype(np.int32)
 
     def check_id(self, token):
