@@ -4,6 +4,7 @@ with whole_file("book.state") as temporary:
     write(temporary)                        # renamed to book.state at the end, removed if anything fails
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -57,6 +58,17 @@ def flush_to_disk(path):
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def lock_file(file):
+    """Lock a file while it is open; return False if another process has it, and True where there are no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def remove(path):

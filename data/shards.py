@@ -14,7 +14,6 @@ leaves an earlier dataset as it was. A shard is a pure function of its unit and 
 killed run resumes when it is run again, and a dataset that grows keeps the shards that its units still give.
 """
 
-import fcntl
 import hashlib
 import itertools
 import os
@@ -27,7 +26,7 @@ import numpy as np
 
 from . import DataError
 from .dataset import Dataset
-from .files import flush_to_disk, remove, sha256_of, write_atomically
+from .files import flush_to_disk, lock_file, remove, sha256_of, write_atomically
 from .meta import SHARD, SPLITS, VERSION, find_meta, hash_json, shard_is_whole, shards_of, splits_of, write_meta
 from .progress import STARTED, bar
 from .tokenizer import FILES
@@ -180,13 +179,9 @@ def _unfinished(folder):
     path = os.path.join(folder, UNFINISHED)
     os.makedirs(path, exist_ok=True)
     # NFS locks only what is open for writing: a file, which the folder itself cannot be.
-    with open(os.path.join(path, LOCK), "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"another process is preparing {folder}: wait for it, or give another --out") from None
-        except OSError:  # a file system without locks
-            pass
+    with open(os.path.join(path, LOCK), "a") as file:
+        if not lock_file(file):
+            raise DataError(f"another process is preparing {folder}: wait for it, or give another --out")
         try:
             yield path
         except BaseException:

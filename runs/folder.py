@@ -9,7 +9,6 @@
 out_dir holds config.json, environment.json, metrics.jsonl, samples.jsonl, the tokenizer, ckpt/ and perhaps wandb/.
 """
 
-import fcntl
 import json
 import math
 import os
@@ -18,7 +17,7 @@ import time
 from dataclasses import fields
 
 from sympow.code import TRAINING, short_hash, warn_of_changes
-from ..data.files import write_json
+from ..data.files import lock_file, write_json
 from ..data.mixture import Mixture, sets_of
 from . import checkpoint, starts
 from .metrics import read_lines
@@ -176,20 +175,15 @@ def lock_out_dir(out_dir):
     path, owner = os.path.join(out_dir, ".lock"), "another process"
     for _ in range(20):  # a process that was just killed, or its child, may hold the lock for an instant
         os.makedirs(out_dir, exist_ok=True)
-        lock = open(path, "a+")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read().strip() or owner
+        file = open(path, "a+")
+        if not lock_file(file):
+            file.seek(0)
+            owner = file.read().strip() or owner
             time.sleep(0.05)
-            continue
-        except OSError:  # a file system without locks
-            pass
-        if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):  # else its last owner has renamed the folder
-            lock.truncate(0)
-            print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
-            return lock
+        elif os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # else its last owner has renamed the folder
+            file.truncate(0)
+            print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+            return file
     refuse(f"{owner} is training in {out_dir}: stop it, or choose another out_dir")
 
 
