@@ -129,7 +129,7 @@ def main(prepare=None, config=TrainConfig):
                 prepare(run)
             train(run)
         elif evaluate(run) is None:
-            raise Failed(f"the evaluation is not finished: {reason_to_stop(run.plan.cfg, run.progress, run.signal)}")
+            raise Failed(f"the evaluation is not finished: {reason_to_stop(run)}")
         run.writer.wait()
         ranks.leave()
         if run.tracker:
@@ -195,7 +195,7 @@ def train(run):
     run.clock.start_lap(progress.step)
     with closing(Display(cfg, progress.step, plan.device, shown=ranks.master)) as display:
         while True:
-            end = reason_to_stop(cfg, progress, run.signal)
+            end = reason_to_stop(run)
             due = bool(end) or progress.step % cfg.eval_interval == 0
             count_skipped(run, grad_norm, due, end)
             if loss is not None:  # else no step has been taken, or a signal came within it
@@ -225,10 +225,11 @@ def train(run):
         ranks.log(f"saved step {progress.step}; {resume_hint(cfg)}")
 
 
-def reason_to_stop(cfg, progress, number=0):
-    """Return a text that names the limit, or the signal with this number, that ends training; "" without any."""
-    if number:
-        return f"{signal.Signals(number).name} was received"
+def reason_to_stop(run):
+    """Return a text that names the limit, or the signal, that ends training; "" without any."""
+    cfg, progress = run.plan.cfg, run.progress
+    if run.signal:
+        return f"{signal.Signals(run.signal).name} was received"
     if progress.step >= cfg.max_iters:
         return f"max_iters={cfg.max_iters} is reached"
     if 0 < cfg.max_seconds <= progress.seconds:
@@ -334,7 +335,7 @@ def evaluate_and_save(run):
         run.writer.wait()  # a kill finds at most one evaluation without a checkpoint
         val_loss = evaluate(run)
         agree(run)
-    end = reason_to_stop(run.plan.cfg, progress, run.signal)
+    end = reason_to_stop(run)
     finite = math.isfinite(val_loss or 0.0)  # None: it was not evaluated
     if end and not finite:
         raise Failed(f"the validation loss of step {progress.step}, the last, is {val_loss}: it is not saved")
