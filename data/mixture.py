@@ -31,6 +31,8 @@ class Mixture:
     vocab_size, eot and tokenizer of the first dataset.
     """
 
+    check_tokens = Dataset.check_tokens
+
     def __init__(self, parts):
         """parts: [(name or path, weight)]. Raises DataError if a dataset cannot be opened, if two have one name, or if
         their tokens differ."""
@@ -44,10 +46,6 @@ class Mixture:
             dataset.check_tokens(first.tokenizer, f"the dataset {first.name}")
         self.document_length = min(dataset.document_length for dataset in self.sets.values())
         self.vocab_size, self.eot, self.tokenizer = first.vocab_size, first.eot, first.tokenizer
-
-    def check_tokens(self, tokenizer, owner):
-        """Raise DataError if the datasets and `owner` have different tokens, as Dataset.check_tokens does."""
-        next(iter(self.sets.values())).check_tokens(tokenizer, owner)
 
     def counts(self, position):
         """Return how many of the first `position` rows of the training order each dataset has; their sum is position.
