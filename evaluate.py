@@ -40,7 +40,7 @@ from sympow.runs.load import load_run, newest_run, no_checkpoint, training_conte
 from sympow.runs.plots import choose_picture, means_by_position, plot_loss_by_position
 from sympow.runs.program import check_output, run_program, refuse
 from sympow.runs.scores import score_pieces
-from sympow.runs.settings import check_ranges, choose_device, read_settings
+from sympow.runs.settings import DTYPE_RANGE, check_ranges, choose_device, read_settings
 from sympow.runs.source import open_source
 
 
@@ -71,6 +71,7 @@ POSITION_SETTINGS = ("dataset", "length", "documents", "pack", "png")
 DETAILS = ("samples", "num_fewshot", "version")  # of a task, which are no metrics
 TASK_SETTINGS = ("include_path", "num_fewshot", "limit", "batch_size", "max_length")
 RANGES = (
+    DTYPE_RANGE,
     ("length max_length", "at least 0", lambda x: x >= 0),
     ("documents batch_size", "at least 1", lambda x: x >= 1),
     ("num_fewshot", "at least 0, or -1", lambda x: x >= -1),

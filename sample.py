@@ -29,7 +29,7 @@ from sympow.generation.steps import RANGES, Timings, cache_dtype, read_prompt
 from sympow.runs import checkpoint
 from sympow.runs.load import load_run, newest_run
 from sympow.runs.program import check_output, run_program, refuse
-from sympow.runs.settings import check_ranges, read_settings
+from sympow.runs.settings import DTYPE_RANGE, check_ranges, read_settings
 
 
 @dataclass
@@ -190,7 +190,7 @@ def check(cfg):
         ("switch_over", "at least 0", lambda x: x >= 0),
         ("switch_over", "left out with load_state", lambda x: not (x and cfg.load_state)),
         ("state_dtype", ["float32", "bfloat16"]),
-        ("dtype", ["auto", "float32", "bfloat16"]),
+        DTYPE_RANGE,
     ]
     try:
         check_ranges(cfg, ranges)

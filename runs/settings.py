@@ -169,6 +169,7 @@ def fields_of(cls, values):
     return {field.name: values[field.name] for field in fields(cls) if field.name in values}
 
 
+DTYPE_RANGE = ("dtype", ["auto", "float32", "bfloat16"])  # of all programs, for check_ranges
 TRAIN_RANGES = [  # of train.py's settings, for check_ranges
     (
         "batch_size block_size tokens_per_step max_iters eval_interval eval_tokens log_interval max_skipped "
@@ -185,7 +186,7 @@ TRAIN_RANGES = [  # of train.py's settings, for check_ranges
         lambda x: 0 <= x < math.inf,
     ),
     ("seed", "in [0, 2^63)", lambda x: 0 <= x < 2**63),
-    ("dtype", ["auto", "float32", "bfloat16"]),
+    DTYPE_RANGE,
     ("compile", ["auto", "True", "False"]),
     ("wandb", ["auto", "online", "offline", "disabled"]),
     ("backend", ["auto", "nccl", "gloo"]),

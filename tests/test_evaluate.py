@@ -84,6 +84,7 @@ def test_mistakes_are_refused_before_work(out, monkeypatch, refused):
     for arguments, message in (
         ("--length=100000000", "longer than"),
         ("--out_dir=out/none", "no checkpoint in out/none"),
+        ("--dtype=float16", "dtype must be one of auto, float32, bfloat16, got 'float16'"),
         ("--png=x.foo", "png=x.foo must end in"),
         ("--out_dir=out/a,out/c", "out/c/config.json"),
         ("--out_dir=out/a,out/b --names=x", "2 different names, got x"),
