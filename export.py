@@ -11,6 +11,7 @@ not grow for the sympow attentions.
 """
 
 import errno
+import math
 import os
 import secrets
 import shutil
@@ -161,8 +162,10 @@ def model_card(run, folder, settings, tokenizer):
         "## Training",
         "",
         f"Data: {settings['dataset']} (fingerprint {settings['data']}), {Path(folder).name}. {training}.",
-        f"Lowest validation loss so far: {progress.best:.4f} nats a token, after step {progress.best_step:,}.",
     ]
+    if math.isfinite(progress.best):  # else there was no evaluation yet
+        best = f"{progress.best:.4f} nats a token, after step {progress.best_step:,}"
+        lines.append(f"Lowest validation loss so far: {best}.")
     if tokenizer.json_escaped:
         lines += ["", "The training text was escaped with `json.dumps(text)[1:-1]`: escape prompts, unescape outputs."]
     return "\n".join(lines) + "\n"

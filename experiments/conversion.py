@@ -78,8 +78,10 @@ def plan(size):
 
 def least_loss(runs, records):
     """Return the Run with the least validation loss, or None before all have records."""
-    found = [run.find(records) for run in runs]
-    return None if None in found else runs[min(range(len(runs)), key=lambda i: val_loss(found[i]))]
+    records_of_runs = [run.find(records) for run in runs]
+    if None not in records_of_runs:
+        losses = list(map(val_loss, records_of_runs))
+        return runs[losses.index(min(losses))]
 
 
 def change(run, name, **settings):

@@ -1,9 +1,11 @@
 """Exported models: loaded by transformers without the repository, they compute and generate what the model does."""
 
 import json
+import math
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,10 @@ def test_a_folder_has_all_that_a_model_needs(tmp_path, monkeypatch, capsys):
     card = (target / "README.md").read_text()
     assert "attention sympow_gating, p=2" in card and "step_00000007" in card and "learning_rate=0.0006" in card
     assert "validation loss so far: 4.0000 nats a token, after step 2." in card
+    read_progress = export.checkpoint.read_progress  # and of a run that was stopped before its first evaluation
+    monkeypatch.setattr(export.checkpoint, "read_progress", lambda path: replace(read_progress(path), best=math.inf))
+    export_run(run, target, monkeypatch)
+    assert "validation loss" not in (target / "README.md").read_text()
 
 
 def test_of_two_exports_into_one_folder_the_last_stays(tmp_path, monkeypatch):
