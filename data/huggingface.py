@@ -18,8 +18,8 @@ SAMPLE = "def f(x):\n    return 'caf\u00e9 \u4e16' + str(12345)  # it's 3.14 \t\
 class HuggingFaceEncoding:
     """A tokenizers.Tokenizer with the methods of a tiktoken.Encoding that data.tokenizer uses.
 
-    Attributes: n_vocab (the highest id + 1), eot_token (id of the end of text, added if the tokenizer has none),
-    end_name (its name), json (the contents of its tokenizer.json).
+    Attributes: vocabulary ({token: id}), n_vocab (the highest id + 1), eot_token (id of the end of text, added if the
+    tokenizer has none), end_name (its name), json (the contents of its tokenizer.json).
     """
 
     def __init__(self, text, end_name=None):
@@ -37,7 +37,8 @@ class HuggingFaceEncoding:
         if self.tokenizer.token_to_id(self.end_name) is None:
             self.tokenizer.add_special_tokens([tokenizers.AddedToken(self.end_name, special=True, normalized=False)])
         self.eot_token = self.tokenizer.token_to_id(self.end_name)
-        ids = self.tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocabulary = self.tokenizer.get_vocab()
+        ids = self.vocabulary.values()
         self.n_vocab = max(ids) + 1
         if len(set(ids)) < len(ids):  # the package may give the end of text an id that is taken, if some are left out
             raise ValueError("an id stands twice")
@@ -58,16 +59,18 @@ class HuggingFaceEncoding:
 def read_huggingface(path):
     """Return the HuggingFaceEncoding of a tokenizer.json. Raises DataError if it cannot be read or used.
 
-    The end of text is the eos_token of a tokenizer_config.json beside it, or else the first of END_NAMES.
+    The end of text is the eos_token of a tokenizer_config.json beside it, or of a special_tokens_map.json, or else the
+    first of END_NAMES.
     """
     end_name = None
-    config = os.path.join(os.path.dirname(path), "tokenizer_config.json")
-    if os.path.exists(config):
-        with one_line(config):
-            end_name = read_json(config).get("eos_token")
-            end_name = end_name["content"] if isinstance(end_name, dict) else end_name
-            if not isinstance(end_name, str | None):
-                raise TypeError(f"eos_token is {str(end_name)[:40]}")
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        config = os.path.join(os.path.dirname(path), name)
+        if os.path.exists(config):
+            with one_line(config):
+                end_name = read_json(config).get("eos_token", end_name)
+                end_name = end_name["content"] if isinstance(end_name, dict) else end_name
+                if not isinstance(end_name, str | None):
+                    raise TypeError("eos_token is no text")
     with one_line(path), open(path, encoding="utf-8") as f:
         return HuggingFaceEncoding(f.read(), end_name)
 

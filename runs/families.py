@@ -106,8 +106,10 @@ def settings_of(config, path):
     kind = config["model_type"]
     family, rope = FAMILIES[kind], config.get("rope_scaling") or config.get("rope_parameters") or {}
     values = {**family.defaults, "rope_type": rope.get("type", "default")}
-    values |= {name: value for name, value in {**config, **rope}.items() if value is not None}
-    allowed = family.allowed | {"attention_bias": (values.get("mlp_bias"),)}  # which a Llama has everywhere or nowhere
+    entries = {**config, **rope, **(config.get("quantization_config") or {})}
+    values |= {name: value for name, value in entries.items() if value is not None}
+    # a Llama has biases everywhere or nowhere; a quantised model computes otherwise, unless it came from GGUF
+    allowed = family.allowed | {"attention_bias": (values.get("mlp_bias"),), "quant_method": ("gguf",)}
     differences = [f"{name}={values[name]}" for name, x in allowed.items() if values.get(name, x[0]) not in x]
     if differences:
         raise DataError(f"{path} is no {kind} as this model can be it: its config.json has {', '.join(differences)}")

@@ -77,8 +77,6 @@ def load_folder(path):
     try:
         source = read_folder(path, read_json(os.path.join(path, "config.json")), path)
         tokenizer = read_huggingface(os.path.join(path, "tokenizer.json"))
-        if tokenizer.n_vocab > source.model["vocab_size"]:
-            raise DataError(f"the tokenizer in {path} has more tokens than its model")
         model = GPT(GPTConfig(**{**source.model, "vocab_size": tokenizer.n_vocab}))
         source.check(model.config, fresh=False)
         source.fill(model)

@@ -27,7 +27,7 @@ from ..attention import ATTENTIONS
 from ..attention.variant import RECIPE, with_defaults
 from ..data import DataError, describe_error, need
 from ..data.files import read_json
-from ..data.huggingface import one_line, tokenizers_json
+from ..data.huggingface import HuggingFaceEncoding, one_line, read_huggingface, tokenizers_json
 from ..data.tokenizer import load_tokenizer
 from ..layers.activation import mlp_widths
 from ..layers.mixing import projected_heads
@@ -41,7 +41,7 @@ from .starts import last_code
 
 HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-FILES = "config.json", "model*.safetensors", "tokenizer.json", "tokenizer_config.json"  # of a repository on the hub
+FILES = "config.json", "model*.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 VOCABULARY = "transformer.wte.weight", "lm_head.weight"  # have a row for each token, and padding
 # settings that came later: a fingerprint leaves them out, so that it stays what it was
 LATER = "norm norm_eps qkv_bias qk_norm tied_head mlp_width rope_unit".split()
@@ -75,13 +75,13 @@ class Source:
         self._check_tied(stored)
         with one_line(folder, "has tensors that do not belong together"), torch.device("meta"):
             for name, parts in self.stored_names.items():
-                rows, expected = [stored[part][0] for part in parts], [mlp_widths(self.config)[1]] * 2
+                rows, expected = [n for part in parts for n in stored[part][:1]], [mlp_widths(self.config)[1]] * 2
                 if ".c_attn." in name:
                     expected = [n * self.config.head_dim for n in projected_heads(self.config)]
                 if rows[1:] and sum(rows) == sum(expected) and rows != expected:
                     raise DataError(f"{path}: {', '.join(parts)} have {rows} rows, not {expected}")
                 shape = [*self._join(name, lambda part: torch.empty(stored[part])).shape]
-                if name in VOCABULARY:  # ours are padded, theirs need not be
+                if name in VOCABULARY and shape[0] == self.config.vocab_size:  # ours are padded, theirs need not be
                     shape[0] = -(-shape[0] // 64) * 64
                 self.shapes[name] = shape
 
@@ -109,6 +109,11 @@ class Source:
         """Raise ValueError if a model of this GPTConfig cannot take these weights. fresh: it may have weights that no
         layer here has."""
         own = self.config
+        if config.vocab_size > own.vocab_size:
+            raise ValueError(
+                f"the tokenizer of {self.path} has more tokens than its model; if an end of text is among them by "
+                "another name than usual, let its tokenizer_config.json name it as eos_token"
+            )
         for i in range(min(own.n_layer, config.n_layer)):
             old, new = own.layer(i).attention, config.layer(i).attention
             if ATTENTIONS[old].rotates != ATTENTIONS[new].rotates:
@@ -121,11 +126,12 @@ class Source:
             raise ValueError(f"{self.path} has no table of positions: use positions={own.positions}")
         shapes, expected = dict(self.shapes), shapes_of(config)
         stored = {LAYER.sub("h.*", name) for name in shapes}
-        if own.vocab_size > config.vocab_size:  # some models have more rows than there are tokens
-            shapes |= {name: expected[name] for name in VOCABULARY if name in shapes and name in expected}
+        for name in VOCABULARY:  # some models have more rows than there are tokens
+            if name in expected and shapes.get(name, []) > expected[name]:
+                shapes[name] = expected[name]
         for name in shapes.keys() ^ expected.keys():
             general = LAYER.sub("h.*", name)
-            if OPTIONAL.fullmatch(name) or (fresh and general not in stored and not REQUIRED.fullmatch(general)):
+            if fresh and (OPTIONAL.fullmatch(name) or not (general in stored or REQUIRED.fullmatch(general))):
                 shapes.pop(name, None)
                 expected.pop(name, None)
         # with an output gate and fewer key/value heads c_attn can have as many rows as before, for other products
@@ -281,11 +287,8 @@ def check_tokens(source, config, dataset):
     size, end = source.model["vocab_size"], config.get("eos_token_id", 50256)
     tokenizer = os.path.join(source.folder, "tokenizer.json")
     if dataset.tokenizer.kind != "ids" and os.path.isfile(tokenizer):
-        Tokenizer = need("tokenizers").Tokenizer
-        with one_line(tokenizer):
-            vocabulary = Tokenizer.from_file(tokenizer).get_vocab(with_added_tokens=True)
-        text, _ = tokenizers_json(dataset.tokenizer)
-        equal = vocabulary == Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
+        saved = HuggingFaceEncoding(*tokenizers_json(dataset.tokenizer))
+        equal = saved.vocabulary == read_huggingface(tokenizer).vocabulary
     else:
         equal = size == dataset.vocab_size and end in (None, dataset.eot)
     if not equal:

@@ -17,6 +17,7 @@ from sympow.layers import loss
 from sympow.attention import ATTENTIONS
 from sympow.attention.variant import RECIPE
 from sympow.data.dataset import Dataset
+from sympow.data.huggingface import tokenizers_json
 from sympow.generation.generate import generate
 from sympow.model import GPT, GPTConfig
 from sympow.runs import families, source
@@ -190,8 +191,6 @@ def test_damaged_folders_are_refused_in_one_line(gpt2, go, tmp_path, capsys):
 
 
 def test_a_tokenizer_beside_the_weights_must_be_the_datasets(gpt2, dataset, tmp_path):
-    from sympow.data.huggingface import tokenizers_json
-
     rewrite(gpt2[0], tmp_path / "hf")
     text = tokenizers_json(Dataset(dataset).tokenizer)[0]
     (tmp_path / "hf" / "tokenizer.json").write_text(text)
@@ -205,6 +204,16 @@ def test_a_tokenizer_beside_the_weights_must_be_the_datasets(gpt2, dataset, tmp_
         match=r"not those of the dataset text .*: prepare it with its tokenizer, --tokenizer=.*/hf/tokenizer\.json",
     ):
         model_of(tmp_path / "hf", dataset)
+
+
+def test_a_folder_without_its_table_of_positions_is_not_read_with_a_random_one(gpt2, dataset, tmp_path, capsys):
+    rewrite(gpt2[0], tmp_path / "hf")
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    del weights["transformer.wpe.weight"]
+    save_file(weights, tmp_path / "hf/model.safetensors")
+    (tmp_path / "hf/tokenizer.json").write_text(tokenizers_json(Dataset(dataset).tokenizer)[0])
+    assert call(sample.main, tmp_path / "hf") == 2
+    assert "transformer.wpe.weight is missing, not [64, 32]" in refusal(capsys)
 
 
 # ---- the hub

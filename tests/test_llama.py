@@ -1,6 +1,7 @@
 """Llama, Qwen2 and Qwen3: imported, they compute what transformers' own models do, and they train and travel on."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -9,11 +10,13 @@ import transformers
 from helpers import SMALL, call, metrics, refusal
 from safetensors.torch import load_file, save_file
 from test_convert import logits_of, model_of, rewrite, run_model
+from test_tokenizer import ENGLISH, byte_level
 from torch.nn import functional as F
 
 from sympow import evaluate, export, sample, train
 from sympow.data.dataset import Dataset
 from sympow.data.huggingface import tokenizers_json
+from sympow.data.text import prepare
 from sympow.generation.generate import generate
 from sympow.runs.load import load_run
 
@@ -104,6 +107,7 @@ def test_a_config_of_transformers_4_and_half_precision_are_read(dataset, tmp_pat
     random_model("Llama", rope_theta=123.0).bfloat16().save_pretrained(tmp_path / "new")
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "new", dtype="float32")
     old = dict(rope_parameters=None, rope_theta=123, rope_scaling=None, head_dim=None, sliding_window=4)
+    old["quantization_config"] = {"quant_method": "gguf"}  # where the weights were before
     rewrite(tmp_path / "new", tmp_path / "hf", **old)
     ids = torch.randint(257, (3, 64))
     ours = model_of(tmp_path / "hf", dataset)[1]
@@ -128,6 +132,10 @@ def test_a_config_of_transformers_4_and_half_precision_are_read(dataset, tmp_pat
         ({"intermediate_size": 64}, "mlp.c_fc.weight is [96, 32], not [128, 32]"),
         ({"model_type": "qwen3"}, "q_norm.weight is missing"),
         ({"num_hidden_layers": 1}, "transformer.h.1.ln_1.weight is [32], not missing"),
+        ({"vocab_size": 300}, "transformer.wte.weight is [257, 32], not [320, 32]"),
+        ({"vocab_size": 400}, "transformer.wte.weight is [257, 32], not [320, 32]"),
+        ({"vocab_size": 256}, "the tokenizer of hf has more tokens than its model"),
+        ({"quantization_config": {"quant_method": "bitnet"}}, "has quant_method=bitnet"),
     ],
 )
 def test_what_this_model_cannot_be_is_refused_by_name(llama, dataset, tmp_path, monkeypatch, capsys, changes, message):
@@ -143,9 +151,10 @@ def test_a_tensor_that_is_not_known_is_named(llama, dataset, tmp_path):
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # computed, in files of early versions
     save_file(weights, tmp_path / "hf/model.safetensors")
     model_of(tmp_path / "hf", dataset)
-    save_file(weights | {"model.layers.0.mlp.experts.weight": torch.ones(4)}, tmp_path / "hf/model.safetensors")
-    with pytest.raises(ValueError, match=r"transformer.h.0.mlp.experts.weight is \[4\], not missing"):
-        model_of(tmp_path / "hf", dataset)
+    for name, x in {"mlp.experts.weight": torch.ones(4), "attn.k_scale": torch.ones(())}.items():
+        save_file(weights | {f"model.layers.0.{name}": x}, tmp_path / "hf/model.safetensors")
+        with pytest.raises(ValueError, match=rf"transformer.h.0.{name} is {re.escape(str([*x.shape]))}, not missing"):
+            model_of(tmp_path / "hf", dataset)
 
 
 @pytest.mark.parametrize(
@@ -192,3 +201,23 @@ def test_a_folder_is_sampled_evaluated_trained_distilled_and_exported(llama, dat
         assert (logits_of(exported, ids) - expected).abs().max() < 1e-5
         assert torch.equal(logits_of(model_of(f"hf/{run}", dataset)[1], ids), expected)
         assert torch.equal(logits_of(load_run(f"hf/{run}", "cpu")[1], ids), expected)
+
+
+@pytest.mark.parametrize("free_rows", [0, 9])
+def test_an_end_of_text_that_the_tokenizer_lacks_is_added_if_the_model_has_a_row_for_it(
+    tmp_path, monkeypatch, capsys, free_rows
+):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_level(ENGLISH)
+    random_model("Llama", vocab_size=tokenizer.get_vocab_size() + free_rows).save_pretrained("hf")
+    tokenizer.save("hf/tokenizer.json")
+    (tmp_path / "text.txt").write_text(ENGLISH[0] * 20)
+    prepare.main(["text.txt", "--out=data", "--tokenizer=hf", "--document_length=64", "--val_fraction=0.2"])
+    train_it = (train.main, *SETTINGS, "--dataset=data", "--init_from=hf", "--out_dir=out/a")
+    programs = [(sample.main, "hf", "--max_new_tokens=3"), (evaluate.main, "hf", "--dataset=data"), train_it]
+    for program in programs:
+        capsys.readouterr()
+        if free_rows:
+            assert call(*program) == 0
+        else:
+            assert call(*program) == 2 and "the tokenizer of hf has more tokens than its model" in refusal(capsys)

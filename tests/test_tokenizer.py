@@ -227,8 +227,10 @@ def test_the_end_of_text_is_what_the_model_says(tmp_path):
     made = byte_level(ENGLISH)
     made.add_special_tokens(["<|endoftext|>", "<|stop|>"])
     made.save(str(tmp_path / "tokenizer.json"))
-    for said in ("<|stop|>", {"content": "<|stop|>"}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": said}))
+    config, special = (tmp_path / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map"))
+    for said in ("<|stop|>", {"content": "<|stop|>"}, None):  # in the end, only in the file of earlier versions
+        config.write_text(json.dumps({"eos_token": said} if said else {}))
+        special.write_text(json.dumps({"eos_token": "<|endoftext|>" if said else "<|stop|>"}))
         tok = named_tokenizer(str(tmp_path / "tokenizer.json"))
         assert tok.eot == made.token_to_id("<|stop|>") and tok.decode([tok.eot]) == "<|stop|>"
     tok.save(tmp_path / "run")
