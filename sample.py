@@ -101,7 +101,8 @@ def write_samples(model, tokenizer, cfg, text, prompt, timings):
     options = {name: getattr(cfg, name) for name in ("temperature", "top_k", "top_p", "seed")}
     tokens = generate(model, prefix=prefix, **sizes, **options)
     del prefix
-    streams, texts = [tokenizer.stream() for _ in range(cfg.num_samples)], [text] * cfg.num_samples
+    before = (prompt or [tokenizer.eot]) if cfg.load_state else prompt[1:]
+    streams, texts = [tokenizer.stream(before) for _ in range(cfg.num_samples)], [text] * cfg.num_samples
     alone = cfg.num_samples == 1
     if alone:
         print(text, end="", flush=True)

@@ -98,9 +98,9 @@ class Tokenizer:
         decoder = self.stream()
         return "".join([decoder.feed(i) for i in ids]) + decoder.flush()
 
-    def stream(self):
-        """Return a Decoder, which turns ids into text one by one."""
-        return Decoder(self)
+    def stream(self, before=()):
+        """Return a Decoder, which turns ids into text one by one. before: the ids of the text that comes first."""
+        return Decoder(self, before)
 
     def _describe(self):
         """Return (what tokenizer.json says of the tokens, the vocabulary as bytes)."""
@@ -197,14 +197,17 @@ class Decoder:
     """Turns ids into text as they come.
 
     feed returns the text that is certain so far and holds back the beginning of a character or of an escape; flush
-    returns the rest. All pieces together equal decode(ids).
+    returns the rest. All pieces together equal decode(ids), or what these ids add to the text of the ids `before`.
     """
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, before):
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.rest = ""  # the beginning of an escape
         self.ids, self.shown = [], 0  # of kind "huggingface": the last ids, and how many of them have been shown
+        for token in before[-4096:]:  # from within a character, perhaps, but the next ones are whole
+            self.feed(token)
+        self.shown = len(self.ids)
 
     def feed(self, token):
         """Return the text that one more id makes certain, perhaps an empty str."""
@@ -221,10 +224,7 @@ class Decoder:
 
     def flush(self):
         """Return the rest: U+FFFD for an unfinished character, an unfinished escape as it is."""
-        text = self._unescape(self._new_text() + self.utf8.decode(b"", True)) + self.rest
-        self.utf8.reset()
-        self.rest, self.ids, self.shown = "", [], 0
-        return text
+        return self._unescape(self._new_text() + self.utf8.decode(b"", True)) + self.rest
 
     def _new_text(self):
         """Return the text of the ids that have not been shown, as it stands after the ids before them.

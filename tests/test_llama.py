@@ -10,13 +10,14 @@ import transformers
 from helpers import SMALL, call, metrics, refusal
 from safetensors.torch import load_file, save_file
 from test_convert import logits_of, model_of, rewrite, run_model
-from test_tokenizer import ENGLISH, byte_level
+from test_tokenizer import ENGLISH, byte_level, sentence_piece
 from torch.nn import functional as F
 
 from sympow import evaluate, export, sample, train
 from sympow.data.dataset import Dataset
 from sympow.data.huggingface import tokenizers_json
 from sympow.data.text import prepare
+from sympow.data.vocabulary import named_tokenizer
 from sympow.generation.generate import generate
 from sympow.runs.load import load_run
 
@@ -201,6 +202,26 @@ def test_a_folder_is_sampled_evaluated_trained_distilled_and_exported(llama, dat
         assert (logits_of(exported, ids) - expected).abs().max() < 1e-5
         assert torch.equal(logits_of(model_of(f"hf/{run}", dataset)[1], ids), expected)
         assert torch.equal(logits_of(load_run(f"hf/{run}", "cpu")[1], ids), expected)
+
+
+def test_a_sample_begins_with_the_space_that_its_first_token_has(tmp_path, monkeypatch, capsys):
+    """Llama 2's tokenizer leaves the space out at the start of a text, where a sample does not stand."""
+    monkeypatch.chdir(tmp_path)
+    random_model("Llama", vocab_size=400).save_pretrained("hf")
+    sentence_piece(ENGLISH).save("hf/tokenizer.json")
+    tokenizer = named_tokenizer("hf")
+    ids = tokenizer.encode("theory")
+    assert tokenizer.decode(ids) == "theory" and tokenizer.decode([*ids, *ids]) == "theory theory"
+    monkeypatch.setattr(sample, "generate", lambda *_, num_samples, **options: [num_samples * [i] for i in ids])
+    for options, text in (
+        (["--prompt=the"], "the theory"),
+        (["--prompt=the", "--num_samples=2"], "the theory\n---------------\nthe theory"),
+        ([], "theory"),
+        (["--save_state=a"], "theory"),
+        (["--load_state=a"], " theory"),
+        (["--load_state=a", "--prompt=the"], "the theory"),
+    ):
+        assert call(sample.main, "hf", *options) == 0 and capsys.readouterr().out == f"{text}\n", options
 
 
 @pytest.mark.parametrize("free_rows", [0, 9])

@@ -220,6 +220,9 @@ def test_a_tokenizer_json_of_hugging_face_is_used_saved_and_streamed(tmp_path, m
         pieces = [decoder.feed(i) for i in ids]
         assert "\ufffd" not in "".join(pieces) and "".join(pieces) + decoder.flush() == text == tok.decode(ids)
         assert tok.eot not in ids or end in text
+        for i in [i for i in range(min(len(ids), 40)) if not tok.decode(ids[:i]).endswith("\ufffd")]:
+            decoder = loaded.stream(ids[:i])
+            assert tok.decode(ids[:i]) + "".join(map(decoder.feed, ids[i:])) + decoder.flush() == text
     assert tok.eot not in tok.encode(f"a{end}b") and len(tok.encode("q" * 200)) > 99
 
 
