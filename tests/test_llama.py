@@ -224,6 +224,19 @@ def test_a_sample_begins_with_the_space_that_its_first_token_has(tmp_path, monke
         assert call(sample.main, "hf", *options) == 0 and capsys.readouterr().out == f"{text}\n", options
 
 
+def test_settings_that_change_what_the_weights_compute_are_named(llama, dataset):
+    changes = dict(rope_base=500.0, norm_eps=1e-5, window=8)
+    weights, model = model_of(llama[0], dataset, **changes)
+    line = "rope_base=10000.0 becomes 500.0; window=0 becomes 8; norm_eps=0.001 becomes 1e-05"
+    assert weights.describe(model.config) == f"weights from {llama[0]}: {line}"
+
+
+def test_a_head_of_its_own_cannot_be_dropped(dataset, tmp_path):
+    random_model("Llama").save_pretrained(tmp_path / "hf")
+    with pytest.raises(ValueError, match=r"of tied_head=False; lm_head.weight is \[320, 32\], not missing"):
+        model_of(tmp_path / "hf", dataset, tied_head=True)
+
+
 @pytest.mark.parametrize("free_rows", [0, 9])
 def test_an_end_of_text_that_the_tokenizer_lacks_is_added_if_the_model_has_a_row_for_it(
     tmp_path, monkeypatch, capsys, free_rows
