@@ -102,7 +102,7 @@ def main():
 
 def choose_runs(cfg):
     """Return {name: folder} of the runs to evaluate; refuse folders without weights and names that do not fit."""
-    is_one = cfg.out_dir and checkpoint.newest(cfg.out_dir)  # the name of a folder may have a comma
+    is_one = os.path.isdir(cfg.out_dir)  # the name of a folder may have a comma
     folders = [cfg.out_dir] if is_one else cfg.out_dir.split(",")
     folders = list(dict.fromkeys(os.path.normpath(folder) for folder in folders if folder)) or [newest_run()]
     for folder in folders:

@@ -76,7 +76,9 @@ def load_folder(path):
     """
     try:
         source = read_folder(path, read_json(os.path.join(path, "config.json")), path)
-        tokenizer = read_huggingface(os.path.join(path, "tokenizer.json"))
+        if not os.path.exists(file := os.path.join(path, "tokenizer.json")):
+            raise DataError(f"{file} is missing: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH) writes it")
+        tokenizer = read_huggingface(file)
         model = GPT(GPTConfig(**{**source.model, "vocab_size": tokenizer.n_vocab}))
         source.check(model.config, fresh=False)
         source.fill(model)

@@ -224,6 +224,15 @@ def test_a_sample_begins_with_the_space_that_its_first_token_has(tmp_path, monke
         assert call(sample.main, "hf", *options) == 0 and capsys.readouterr().out == f"{text}\n", options
 
 
+def test_a_folder_may_have_a_comma_in_its_name_and_says_what_writes_its_tokenizer(llama, dataset, tmp_path, capsys):
+    folder = shutil.copytree(llama[0], tmp_path / "a,b")
+    assert call(evaluate.main, folder, f"--dataset={dataset}", "--documents=1", "--length=20") == 0
+    capsys.readouterr()
+    (folder / "tokenizer.json").unlink()
+    assert call(sample.main, folder) == 2
+    assert f"{folder}/tokenizer.json is missing: AutoTokenizer.from_pretrained(PATH)" in refusal(capsys)
+
+
 def test_settings_that_change_what_the_weights_compute_are_named(llama, dataset):
     changes = dict(rope_base=500.0, norm_eps=1e-5, window=8)
     weights, model = model_of(llama[0], dataset, **changes)
