@@ -33,7 +33,7 @@ class HuggingFaceEncoding:
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True  # their text in a document is ordinary text
         names = [end_name] if end_name else END_NAMES
-        self.end_name = next((name for name in names if self.tokenizer.token_to_id(name) is not None), END_NAMES[0])
+        self.end_name = next((name for name in names if self.tokenizer.token_to_id(name) is not None), names[0])
         if self.tokenizer.token_to_id(self.end_name) is None:
             self.tokenizer.add_special_tokens([tokenizers.AddedToken(self.end_name, special=True, normalized=False)])
         self.eot_token = self.tokenizer.token_to_id(self.end_name)

@@ -238,6 +238,9 @@ def test_the_end_of_text_is_what_the_model_says(tmp_path):
         assert tok.eot == made.token_to_id("<|stop|>") and tok.decode([tok.eot]) == "<|stop|>"
     tok.save(tmp_path / "run")
     assert load_tokenizer(tmp_path / "run").eot == tok.eot
+    config.write_text(json.dumps({"eos_token": "<|new|>"}))  # which transformers adds
+    tok = named_tokenizer(str(tmp_path))
+    assert tok.eot == made.get_vocab_size() == tok.vocab_size - 1 and tok.decode([tok.eot]) == "<|new|>"
 
 
 def test_a_vocabulary_with_an_id_twice_or_too_large_and_a_text_that_it_has_no_ids_for_are_refused(tmp_path):
