@@ -101,8 +101,8 @@ def write_samples(model, tokenizer, cfg, text, prompt, timings):
     options = {name: getattr(cfg, name) for name in ("temperature", "top_k", "top_p", "seed")}
     tokens = generate(model, prefix=prefix, **sizes, **options)
     del prefix
-    before = (prompt or [tokenizer.eot]) if cfg.load_state else prompt[1:]
-    streams, texts = [tokenizer.stream(before) for _ in range(cfg.num_samples)], [text] * cfg.num_samples
+    read = (prompt or [tokenizer.eot]) if cfg.load_state else prompt[1:]  # the next word keeps its space
+    streams, texts = [tokenizer.stream(read) for _ in range(cfg.num_samples)], [text] * cfg.num_samples
     alone = cfg.num_samples == 1
     if alone:
         print(text, end="", flush=True)

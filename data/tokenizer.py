@@ -98,9 +98,9 @@ class Tokenizer:
         decoder = self.stream()
         return "".join([decoder.feed(i) for i in ids]) + decoder.flush()
 
-    def stream(self, before=()):
-        """Return a Decoder, which turns ids into text one by one. before: the ids of the text that comes first."""
-        return Decoder(self, before)
+    def stream(self, prompt=()):
+        """Return a Decoder, which turns ids into text one by one. prompt: the ids that come first."""
+        return Decoder(self, prompt)
 
     def _describe(self):
         """Return (what tokenizer.json says of the tokens, the vocabulary as bytes)."""
@@ -197,15 +197,15 @@ class Decoder:
     """Turns ids into text as they come.
 
     feed returns the text that is certain so far and holds back the beginning of a character or of an escape; flush
-    returns the rest. All pieces together equal decode(ids), or what these ids add to the text of the ids `before`.
+    returns the rest. All pieces together equal decode(ids), or what these ids add to the text of a `prompt` of ids.
     """
 
-    def __init__(self, tokenizer, before):
+    def __init__(self, tokenizer, prompt):
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.rest = ""  # the beginning of an escape
         self.ids, self.shown = [], 0  # of kind "huggingface": the last ids, and how many of them have been shown
-        for token in before[-4096:]:  # from within a character, perhaps, but the next ones are whole
+        for token in prompt[-4096:]:  # from within a character, perhaps, but the next ones are whole
             self.feed(token)
         self.shown = len(self.ids)
 
