@@ -49,7 +49,7 @@ OPTIONAL = re.compile(r"transformer\.(h\.\d+\.attn\.(mix|conv)|wpe)\..+")  # wei
 LAYER = re.compile(r"\bh\.\d+")
 # settings that decide shapes, and others that a line on the weights names if they change
 OF_SHAPES = "n_layer n_embd n_head n_kv_head head_dim output_gate mlp_width qkv_bias qk_norm tied_head".split()
-NAMED = "rope_base attention positions window norm norm_eps activation rope_unit".split()
+NAMED = "attention positions rope_base window norm norm_eps activation rope_unit".split()
 # weights that every source has; others that no layer has are new
 REQUIRED = re.compile(
     r"lm_head\.weight|transformer\.(wte|ln_f|h\.\*\.(ln_[12]|attn\.(c_(attn|proj)|[qk]_norm)|mlp\.c_(fc|proj)))\.weight"
@@ -145,8 +145,9 @@ class Source:
     def describe(self, config):
         """Return a line that says which weights are new in a model of this GPTConfig, and which are dropped."""
         changes, own = [], self.config
-        for name in NAMED[own.positions == "learned" :]:  # without rope_base, where nothing has been rotated
-            if getattr(own, name) != getattr(config, name):
+        for name in NAMED:
+            unused = name == "rope_base" and own.positions == "learned"  # nothing has been rotated
+            if getattr(own, name) != getattr(config, name) and not unused:
                 changes.append(f"{name}={getattr(own, name)} becomes {getattr(config, name)}")
         shapes = shapes_of(config)
         if new := shorten(name for name in shapes if name not in self.shapes):
