@@ -62,7 +62,7 @@ def main():
         refuse(f"state_dtype={cfg.state_dtype} is for GPUs, here states are float32")
     timings = Timings(device)
     try:
-        prompt = [*([] if cfg.load_state else [tokenizer.eot]), *tokenizer.encode(text)]
+        prompt = [*([] if cfg.load_state else [tokenizer.start]), *tokenizer.encode(text)]
         with torch.inference_mode(), autocast:
             limit = write_samples(model, tokenizer, cfg, text, prompt, timings)
     except (DataError, TooLong) as error:

@@ -19,7 +19,8 @@ class HuggingFaceEncoding:
     """A tokenizers.Tokenizer with the methods of a tiktoken.Encoding that data.tokenizer uses.
 
     Attributes: vocabulary ({token: id}), n_vocab (the highest id + 1), eot_token (id of the end of text, added if the
-    tokenizer has none), end_name (its name), json (the contents of its tokenizer.json).
+    tokenizer has none), end_name (its name), start_token (id that the tokenizer puts before a text, or else that of the
+    end of text), json (the contents of its tokenizer.json).
     """
 
     def __init__(self, text, end_name=None):
@@ -37,6 +38,7 @@ class HuggingFaceEncoding:
         if self.tokenizer.token_to_id(self.end_name) is None:
             self.tokenizer.add_special_tokens([tokenizers.AddedToken(self.end_name, special=True, normalized=False)])
         self.eot_token = self.tokenizer.token_to_id(self.end_name)
+        self.start_token = [*self.tokenizer.encode("").ids, self.eot_token][0]
         self.vocabulary = self.tokenizer.get_vocab()
         ids = self.vocabulary.values()
         self.n_vocab = max(ids) + 1

@@ -43,7 +43,8 @@ AT_ONCE = 1 << 22  # characters tokenized before their ids become arrays; as Pyt
 class Tokenizer:
     """Encodes text as ids and decodes ids.
 
-    Attributes: kind ("bytes", "bpe", "huggingface" or "ids"), vocab_size, eot (id of the end of text), json_escaped.
+    Attributes: kind ("bytes", "bpe", "huggingface" or "ids"), vocab_size, eot (id of the end of text), start (id that a
+    sample begins with, eot unless a model of transformers begins otherwise), json_escaped.
     """
 
     def __init__(self, kind, encoding=None, json_escaped=False):
@@ -53,7 +54,7 @@ class Tokenizer:
         self.json_escaped = json_escaped
         self.encoding = encoding
         self.vocab_size = encoding.n_vocab if encoding else 257
-        self.eot = encoding.eot_token if encoding else 256
+        self.eot = self.start = encoding.eot_token if encoding else 256
 
     def encode(self, text):
         """Return the list of ids of a str. No special token is added; the text of a special token is ordinary text."""

@@ -78,11 +78,14 @@ def load_folder(path):
         source = read_folder(path, read_json(os.path.join(path, "config.json")), path)
         if not os.path.exists(file := os.path.join(path, "tokenizer.json")):
             raise DataError(f"{file} is missing: AutoTokenizer.from_pretrained(PATH).save_pretrained(PATH) writes it")
-        tokenizer = read_huggingface(file)
-        model = GPT(GPTConfig(**{**source.model, "vocab_size": tokenizer.n_vocab}))
+        encoding = read_huggingface(file)
+        model = GPT(GPTConfig(**{**source.model, "vocab_size": encoding.n_vocab}))
         source.check(model.config, fresh=False)
         source.fill(model)
-        return path, model, Tokenizer("huggingface", tokenizer)
+        tokenizer = Tokenizer("huggingface", encoding)
+        if transformers_type(path) != "sympow":  # which was trained with an end of text before each text
+            tokenizer.start = encoding.start_token
+        return path, model, tokenizer
     except (OSError, ValueError) as error:
         refuse(error)
 

@@ -224,6 +224,24 @@ def test_a_sample_begins_with_the_space_that_its_first_token_has(tmp_path, monke
         assert call(sample.main, "hf", *options) == 0 and capsys.readouterr().out == f"{text}\n", options
 
 
+def test_a_sample_begins_with_the_token_that_the_tokenizer_of_transformers_puts_first(llama, tmp_path, monkeypatch):
+    folder, prompts, read = shutil.copytree(llama[0], tmp_path / "hf"), [], sample.read_prompt
+
+    def read_prompt(model, prompt, *rest, **sizes):
+        prompts.append(prompt)
+        return read(model, prompt, *rest, **sizes)
+
+    monkeypatch.setattr(sample, "read_prompt", read_prompt)
+    assert call(sample.main, folder, "--prompt=a", "--max_new_tokens=1") == 0
+    file = folder / "tokenizer.json"
+    single = [{"SpecialToken": {"id": "b", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokens = {"b": {"id": "b", "ids": [98], "tokens": ["b"]}}
+    template = dict(type="TemplateProcessing", single=single, pair=single, special_tokens=tokens)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": template}))
+    assert call(sample.main, folder, "--prompt=a", "--max_new_tokens=1") == 0
+    assert prompts == [[256, 97], [98, 97]]
+
+
 def test_a_folder_may_have_a_comma_in_its_name_and_says_what_writes_its_tokenizer(llama, dataset, tmp_path, capsys):
     folder = shutil.copytree(llama[0], tmp_path / "a,b")
     assert call(evaluate.main, folder, f"--dataset={dataset}", "--documents=1", "--length=20") == 0
