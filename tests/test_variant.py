@@ -202,7 +202,7 @@ def test_sampling_leaves_an_attention_the_number_of_cached_tokens_that_it_has_ch
     monkeypatch.setitem(ATTENTIONS, "early", type("Early", (Sympow,), {"switch_over": own}))
     model = tiny("early")
     assert limit(model) == {"always": 1, "auto": 73}.get(own, own)
-    assert limit(model, switch_over=7) == 7 and limit(model, form="recurrent") == 1
+    assert limit(model, switch_over=7) == 7 and limit(model, switch_over=1) == 1
 
 
 @pytest.mark.parametrize(
