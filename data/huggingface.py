@@ -18,9 +18,9 @@ SAMPLE = "def f(x):\n    return 'caf\u00e9 \u4e16' + str(12345)  # it's 3.14 \t\
 class HuggingFaceEncoding:
     """A tokenizers.Tokenizer with the methods of a tiktoken.Encoding that data.tokenizer uses.
 
-    Attributes: vocabulary ({token: id}), n_vocab (the highest id + 1), eot_token (id of the end of text, added if the
-    tokenizer has none), end_name (its name), start_token (id that the tokenizer puts before a text, or else that of the
-    end of text), json (the contents of its tokenizer.json).
+    Attributes: vocabulary ({token: id}), n_vocab (the highest id + 1), json (the contents of its tokenizer.json),
+    eot_token (id of the end of text, added if the tokenizer has none), end_name (its name), and start_token (id that
+    the tokenizer puts before a text, or else eot_token).
     """
 
     def __init__(self, text, end_name=None):

@@ -205,9 +205,8 @@ class Decoder:
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.rest = ""  # the beginning of an escape
-        self.ids, self.shown = [], 0  # of kind "huggingface": the last ids, and how many of them have been shown
-        for token in prompt[-4096:]:  # from within a character, perhaps, but the next ones are whole
-            self.feed(token)
+        # of kind "huggingface": the last ids, from within a character perhaps, and how many of them have been shown
+        self.ids = [*prompt[-8:]]
         self.shown = len(self.ids)
 
     def feed(self, token):

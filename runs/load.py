@@ -83,7 +83,7 @@ def load_folder(path):
         source.check(model.config, fresh=False)
         source.fill(model)
         tokenizer = Tokenizer("huggingface", encoding)
-        if transformers_type(path) != "sympow":  # which was trained with an end of text before each text
+        if source.kind != "sympow":  # which was trained with an end of text before each text
             tokenizer.start = encoding.start_token
         return path, model, tokenizer
     except (OSError, ValueError) as error:

@@ -42,7 +42,7 @@ from .starts import last_code
 HUB = {name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")}
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 FILES = "config.json", "model*.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-VOCABULARY = "transformer.wte.weight", "lm_head.weight"  # have a row for each token, and padding
+VOCABULARY = {"transformer.wte.weight", "lm_head.weight"}  # have a row for each token, and padding
 # settings that came later: a fingerprint leaves them out, so that it stays what it was
 LATER = "norm norm_eps qkv_bias qk_norm tied_head mlp_width rope_unit".split()
 OPTIONAL = re.compile(r"transformer\.(h\.\d+\.attn\.(mix|conv)|wpe)\..+")  # weights of some attentions
@@ -126,9 +126,9 @@ class Source:
             raise ValueError(f"{self.path} has no table of positions: use positions={own.positions}")
         shapes, expected = dict(self.shapes), shapes_of(config)
         stored = {LAYER.sub("h.*", name) for name in shapes}
-        for name in VOCABULARY:  # some models have more rows than there are tokens
-            if name in expected and shapes.get(name, []) > expected[name]:
-                shapes[name] = expected[name]
+        for name in shapes.keys() & expected.keys() & VOCABULARY:  # some models have more rows than there are tokens
+            rows, *width = shapes[name]
+            shapes[name] = [min(rows, expected[name][0]), *width]
         for name in shapes.keys() ^ expected.keys():
             general = LAYER.sub("h.*", name)
             if fresh and (OPTIONAL.fullmatch(name) or not (general in stored or REQUIRED.fullmatch(general))):
@@ -146,8 +146,9 @@ class Source:
         """Return a line that says which weights are new in a model of this GPTConfig, and which are dropped."""
         changes, own = [], self.config
         for name in NAMED:
-            unused = name == "rope_base" and own.positions == "learned"  # nothing has been rotated
-            if getattr(own, name) != getattr(config, name) and not unused:
+            if name == "rope_base" and own.positions == "learned":
+                continue  # nothing has been rotated
+            if getattr(own, name) != getattr(config, name):
                 changes.append(f"{name}={getattr(own, name)} becomes {getattr(config, name)}")
         shapes = shapes_of(config)
         if new := shorten(name for name in shapes if name not in self.shapes):

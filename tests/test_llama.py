@@ -164,13 +164,14 @@ def test_a_tensor_that_is_not_known_is_named(llama, dataset, tmp_path):
         ({"lm_head": (257, 32)}, "lm_head.weight in .* is not the embedding"),
         ({"self_attn.q_proj": (16, 32), "self_attn.k_proj": (32, 32)}, r"have \[16, 32, 16\] rows, not \[32, 16, 16\]"),
         ({"mlp.gate_proj": (32, 32), "mlp.up_proj": (64, 32)}, r"have \[32, 64\] rows, not \[48, 48\]"),
+        ({"model.embed_tokens": (257, 64)}, r"transformer.wte.weight is \[\d+, 64\], not \[320, 32\]"),
     ],
 )
 def test_weights_that_would_be_read_as_others_are_refused(llama, dataset, tmp_path, shapes, message):
     shutil.copytree(llama[0], tmp_path / "hf")
     weights = load_file(tmp_path / "hf/model.safetensors")
     for name, shape in shapes.items():
-        weights[f"model.layers.0.{name}.weight" if "." in name else f"{name}.weight"] = torch.ones(shape)
+        weights[f"model.layers.0.{name}.weight" if "_proj" in name else f"{name}.weight"] = torch.ones(shape)
     save_file(weights, tmp_path / "hf/model.safetensors")
     with pytest.raises(ValueError, match=message):
         model_of(tmp_path / "hf", dataset)
