@@ -16,7 +16,7 @@ from sympow.experiments.long_texts import WINDOWED
 from sympow.experiments.recipe import RATES, best_rates, report_beside, trained, tuned
 from sympow.experiments.runs import SEEDS, main
 
-NAMES = (*larger.NAMES, WINDOWED)
+NAMES = (*larger.NAMES, f"{WINDOWED}, output gate")
 
 
 def plan(size):

@@ -2,7 +2,8 @@
 
 12 layers of a width of 768 read the same corpus in as many steps of as many tokens as experiments.recipe, with the same
 parts and one seed. With a vocabulary of 8,192 they have 98M parameters, so the table calls them 124M by their shape.
-Both of RATES are tried, because larger models want lower ones. A second table has the records of experiments.recipe.
+Their rate is half of the recipe's, because larger models want lower ones. A second table has the records of
+experiments.recipe.
 
     pip install flash-linear-attention      # for forgetting, on GPUs
 """
@@ -14,16 +15,16 @@ from sympow.experiments.long_texts import SOFTMAX
 from sympow.experiments.recipe import report_beside, tuned
 from sympow.experiments.runs import main
 
-RATES = (4.8e-3, 2.4e-3)
+RATE = 4.8e-3
 NAMES = (SOFTMAX, "forgetting", "p=2, heads of 64", "p=2, heads of 128", "p=4, heads of 64")
 TIMES = dict(n_layer=1.5, n_head=2, n_embd=2)  # the layers, heads and width of the Size
 BATCH = 8  # sequences in a micro-step, for GPUs of 80 GB
 
 
 def plan(size):
-    """Return the runs, the first rate of all before the second."""
+    """Return the runs."""
     larger = replace(size, model={name: int(TIMES[name] * n) for name, n in size.model.items()})
-    return [tuned(larger, name, rate, batch_size=BATCH) for rate in RATES for name in NAMES]
+    return [tuned(larger, name, RATE, batch_size=BATCH) for name in NAMES]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ are chosen by the validation loss. The best one gets three seeds; p = 4, softmax
 five. A contender that is FAR behind the best keeps its one seed. All read other
 texts too. The records decide what is trained next: repeat the command until its status is 0.
 
-The first form of this experiment had AdamW in the place of Muon, without weight decay. A second table has its records.
+The first form of this experiment had AdamW in the place of Muon, without weight decay. The table of rates has its
+losses.
 
     pip install flash-linear-attention      # for gated_deltanet and, on GPUs, for forgetting
 
@@ -215,15 +216,13 @@ def report(entries, size):
     speeds = {contender_of(entry): entry for entry in entries.values() if entry.name.endswith(", speed")}
     contexts = " / ".join(f"{n:,}" for n in size.shrunk([CONTEXT, LONG]))
     columns = [*measured_columns(size), (f"tokens/s at {contexts}", partial(speeds_cell, speeds=speeds))]
-    tried, earlier, blocks, points = trained(records), trained(records, suffix=", AdamW"), [], {}
+    tried, blocks, points = trained(records), [], {}
     if tried:
         blocks = [
-            rates_table(tried + earlier),
+            rates_table(tried + trained(records, suffix=", AdamW")),
             best_table("The best rates, Muon", tried, columns),
             "Differences have 95% confidence intervals, over the seeds or over the texts.",
         ]
-    if several := [entry for entry in earlier if entry.records[1:]]:
-        blocks.append(best_table("Several seeds, AdamW", several))
     for name, entry in best_rates(tried).items():
         if sizes := entry.measured("size"):
             points[name] = [sizes[0]["bytes"][-1] / 1e6], [entry.loss]

@@ -342,8 +342,8 @@ def test_long_texts_are_reported_by_way_of_training_beside_the_better_softmax(ex
     main, started, _ = experiment
     options, names = dict(name="long_texts", experiment=(long_texts.plan, long_texts.report)), long_texts.NAMES
     assert main(**options) == 3 and started == [f"{name}, speed" for name in names]
-    assert main(**options) == 0 and started[6:] == [f"{name}, {way}" for name in names for way in long_texts.SHARES]
-    row = "| forgetting, in stages | 200 | 1.0000 | +0.0000 | +0.0000 ± 0.0000 | +0.0000 | +0.0000 ± 0.0000 | 1.5000 |"
+    assert main(**options) == 0 and started[8:] == [f"{name}, {way}" for name in names for way in long_texts.SHARES]
+    row = "| forgetting, in stages | 200 | 1.5000 | +0.0000 | +0.0000 |"
     row += " 1.7500 | 1.7500 | 1.7500 | +0.5000 ± 0.0000 | 1.0 / 2.0 / 3.0 |"
     assert row in pathlib.Path("out/experiments/tiny/long_texts.md").read_text()
 
@@ -423,7 +423,10 @@ def follow_plan(experiment, size, best_place):
                 settings=run.settings,
                 corpus={"name": os.path.basename(size.dataset)},
                 val=[[1, loss]],
-                measures={"speed": {n: 2.0**20 * place / n for n in (4096, 65536)}},
+                measures={
+                    "speed": {n: 2.0**20 * place / n for n in (4096, 65536)},
+                    "positions": {"texts": [loss + ("in stages" in run.name)]},
+                },
             )
         write_json(os.path.join(size.folder, f"{experiment.NAME}.json"), {"runs": records})
     return stages
@@ -444,25 +447,39 @@ def test_each_contender_gets_seeds_at_its_best_rate_and_the_closest_ones_get_fiv
     assert stages == [edges, [name for name, count in zip(best, counts) for _ in range(count)]]
 
 
-def test_long_texts_take_equal_seconds_in_both_ways_and_are_read_at_once(tmp_path):
-    """With 32 steps a second at 4,096 tokens and 2 at 65,536."""
-    size = replace(SIZES["small"], folder=str(tmp_path))
-    names = [f"{name}, {way}" for name in long_texts.NAMES for way in long_texts.SHARES]
-    speeds, timed = follow_plan(long_texts, size, lambda name: 2**14)
-    assert speeds == [f"{name}, speed" for name in long_texts.NAMES] and timed == 3 * names
-    os.rename(tmp_path / "long_texts.json", tmp_path / "recipe.json")  # which has the same speeds
-    planned = long_texts.plan(size)
-    assert [run.settings["seed"] for run in planned] == [seed for seed in (1337, 1338, 1339) for _ in names]
+def test_long_texts_take_equal_seconds_in_both_ways_and_the_better_one_gets_three_seeds(tmp_path):
+    """With 32 steps a second at 4,096 tokens and 2 at 65,536, and texts that all read worse after stages."""
+    size, alone = replace(SIZES["small"], folder=str(tmp_path)), "at 4,096 alone"
+    speeds, timed, others = follow_plan(long_texts, size, lambda name: 2**14)
+    assert speeds == [f"{name}, speed" for name in long_texts.NAMES]
+    assert timed == [f"{name}, {way}" for name in long_texts.NAMES for way in (alone, "in stages")]
+    assert others == [f"{name}, {alone}" for name in long_texts.NAMES for _ in (1338, 1339)]
+    os.rename(tmp_path / "long_texts.json", tmp_path / "recipe.json")  # which has the same speeds, and runs
+    planned = {(run.name, run.settings["seed"]): run for run in long_texts.plan(size)}
+    assert len(planned) == len(timed) + len(others)
     keys = "block_size", "batch_size", "then", "max_iters", "decay_share"
-    scratch, stages = ([run.settings.get(key) for key in keys] for run in planned[:2])
-    assert scratch == [65536, 2, None, 200, None] and stages == [4096, 32, "65536@2560", 2600, None]
+    for way, values in {
+        "in stages": [4096, 32, "65536@2560", 2600, None],
+        alone: [4096, 32, None, 3200, None],
+    }.items():
+        assert [planned[f"hybrid 3:1, {way}", 1337].settings.get(key) for key in keys] == values
     faster = dict(measures=dict(speed={"4096": 2**22, "65536": 2**20}))  # 8 steps a second at 65,536
-    run = long_texts.timed_run(size, long_texts.NAMES[0], "in stages", faster, 1337)
+    run = long_texts.timed_run(size, long_texts.NAMES[0], "in stages", faster)
     assert run.settings["then"] == "65536@2560" and run.settings["decay_share"] == round(160 / 2720, 4)
-    texts = dict(length=65536, documents=64, skip=size.eval_tokens)
-    for run in planned:
-        measures = run.measures["positions"] | dict(bounds=0), run.measures["swapped"] | dict(last=0)
-        assert measures == (texts | dict(bounds=0), texts | dict(last=0))
+
+
+def test_long_texts_are_read_at_once_but_by_softmax_that_knows_short_ones(tmp_path):
+    size = replace(SIZES["small"], folder=str(tmp_path))
+    speed, texts = dict(measures=dict(speed={"4096": 2**22, "65536": 2**18})), dict(length=65536, documents=64)
+    for name in long_texts.NAMES:
+        for way in long_texts.SHARES:
+            run = long_texts.timed_run(size, name, way, speed)
+            in_windows = name == long_texts.SOFTMAX and way == "at 4,096 alone"
+            assert texts.items() <= run.measures["positions"].items()
+            assert run.measures["positions"].get("window") == (4096 if in_windows else None)
+            assert ("swapped" in run.measures) != in_windows
+            far = name == long_texts.SOFTMAX and not in_windows
+            assert run.settings.get("rope_base") == (5e5 if far else None)
 
 
 def test_the_larger_models_are_twice_as_wide():
