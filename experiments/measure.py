@@ -131,7 +131,7 @@ def likeness(model, dataset, teacher, bounds, branches, skip):
     """Return {branch: {"kl": as of `positions`, "recall": {spans}, "size": as of `model_size`}} of a model.
 
     kl: KL(teacher || model) in the place of losses, of 64 held-out texts. recall: the shares of right answers where a
-    question is between neighbouring bounds behind its pair, in 64 texts of mqar_task.py. A model that was not trained
+    question is between neighbouring bounds behind its pair, in 256 texts of mqar_task.py. A model that was not trained
     for them chooses among the 32 values of a text. The last one of the bounds is the length of all texts. teacher: a
     path for `load_run`. branches: {name: WindowPower.bias}, with {"": 0} for the whole model. skip: as of `positions`.
     """
@@ -141,7 +141,7 @@ def likeness(model, dataset, teacher, bounds, branches, skip):
         for attention in model.attentions():
             attention.bias = bias
         kl = positions(model, dataset, bounds[-1], 64, skip, bounds=bounds, read=partial(divergences, teacher=teacher))
-        logits, places, values = mqar_task.answers(model, 64, bounds[-1], 32, dataset.vocab_size)
+        logits, places, values = mqar_task.answers(model, 256, bounds[-1], 32, dataset.vocab_size)
         pair = torch.arange(32, device=DEVICE)
         right = (logits.take_along_dim(values[:, None], 2).argmax(2) == pair).float()
         gaps = places - 2 * pair
