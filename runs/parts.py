@@ -12,8 +12,8 @@ them. Reading executes no code.
 
 import json
 import os
-import re
 from contextlib import ExitStack
+from glob import glob
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,9 +21,6 @@ from safetensors.torch import save_file
 
 from ..data import DataError
 from ..model import GPT
-
-# one file, a rank's part, or a file of transformers with some of the tensors, each of them whole
-FILE = r"{kind}([.-]\d+-of-\d+)?\.safetensors"
 
 
 def part_name(kind, rank, world):
@@ -83,10 +80,11 @@ class Tensors:
 
     def __init__(self, folder, kind):
         self.files, self.parts, self.shapes = ExitStack(), {}, {}
-        pattern = re.compile(FILE.format(kind=kind))
-        file_names = [*filter(pattern.fullmatch, os.listdir(folder))]
+        whole = f"{kind}.safetensors"  # which transformers takes too where it has both
+        # else the ranks' parts, or transformers' files with some of the tensors, each of them whole
+        file_names = glob(whole, root_dir=folder) or glob(f"{kind}[.-][0-9]*-of-*[0-9].safetensors", root_dir=folder)
         if not file_names:
-            raise DataError(f"{os.path.join(folder, kind)}.safetensors is missing")
+            raise DataError(f"{os.path.join(folder, whole)} is missing")
         for file_name in file_names:
             path = os.path.join(folder, file_name)
             try:

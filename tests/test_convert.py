@@ -78,13 +78,18 @@ def logits_of(model, ids):
 # ---- GPT-2
 
 
-@pytest.mark.parametrize("form", ["one file", "several files", "without a head", "exact GELU"])
+@pytest.mark.parametrize("form", ["one file", "several files", "one beside several", "without a head", "exact GELU"])
 def test_gpt2_computes_what_transformers_computes(gpt2, dataset, tmp_path, form):
     folder, theirs = gpt2
     if form == "several files":
         folder = tmp_path / "hf"
         theirs.save_pretrained(folder, max_shard_size="40KB")
         assert len(list(folder.glob("model-*.safetensors"))) > 2
+    if form == "one beside several":  # which are of another model
+        folder = tmp_path / "hf"
+        transformers_gpt2().save_pretrained(folder, max_shard_size="40KB")
+        shutil.copy(gpt2[0] / "model.safetensors", folder)
+        theirs = type(theirs).from_pretrained(folder)
     if form == "without a head":  # as OpenAI's is on the hub: other names, and masks among the weights
         folder = tmp_path / "hf"
         theirs.transformer.save_pretrained(folder)
