@@ -48,12 +48,12 @@ LATER = "norm norm_eps qkv_bias qk_norm tied_head mlp_width rope_unit".split()
 OPTIONAL = re.compile(r"transformer\.(h\.\d+\.attn\.(mix|conv)|wpe)\..+")  # weights of some attentions
 LAYER = re.compile(r"\bh\.\d+")
 # settings that decide shapes, and others that a line on the weights names if they change
-OF_SHAPES = "n_layer n_embd n_head n_kv_head head_dim output_gate mlp_width qkv_bias qk_norm tied_head".split()
-NAMED = "attention positions rope_base window norm norm_eps activation rope_unit".split()
-# weights that every source has; others that no layer has are new
-REQUIRED = re.compile(
-    r"lm_head\.weight|transformer\.(wte|ln_f|h\.\*\.(ln_[12]|attn\.(c_(attn|proj)|[qk]_norm)|mlp\.c_(fc|proj)))\.weight"
+OF_SHAPES = (
+    "n_layer n_embd n_head n_kv_head head_dim output_gate mlp_width bias qkv_bias qk_norm tied_head positions".split()
 )
+NAMED = "attention positions rope_base window norm norm_eps activation rope_unit".split()
+# what every source has weights of, and biases if its settings say so; others that no layer has are new
+REQUIRED = r"(lm_head|transformer\.(wte|wpe|ln_f|h\.\*\.(ln_[12]|attn\.(c_(attn|proj)|[qk]_norm)|mlp\.c_(fc|proj))))"
 
 
 class Source:
@@ -122,23 +122,23 @@ class Source:
                     f"the weights in {self.path}, of attention={old}, cannot become those of attention={new}: of the "
                     f"two only {rotating} rotates queries and keys by their positions"
                 )
-        if config.positions == "learned" and own.positions != "learned":
-            raise ValueError(f"{self.path} has no table of positions: use positions={own.positions}")
         shapes, expected = dict(self.shapes), shapes_of(config)
-        stored = {LAYER.sub("h.*", name) for name in shapes}
+        stored = {LAYER.sub("h.*", name) for name in shapes if not OPTIONAL.fullmatch(name)}
+        required = re.compile(REQUIRED + (r"\.(weight|bias)" if own.bias or own.qkv_bias else r"\.weight"))
         for name in shapes.keys() & expected.keys() & VOCABULARY:  # some models have more rows than there are tokens
             rows, *width = shapes[name]
             shapes[name] = [min(rows, expected[name][0]), *width]
         for name in shapes.keys() ^ expected.keys():
             general = LAYER.sub("h.*", name)
-            if fresh and (OPTIONAL.fullmatch(name) or not (general in stored or REQUIRED.fullmatch(general))):
+            if fresh and general not in stored and not (name in expected and required.fullmatch(general)):
                 shapes.pop(name, None)
                 expected.pop(name, None)
         # with an output gate and fewer key/value heads c_attn can have as many rows as before, for other products
         rows, expected_rows = ([heads * c.head_dim for heads in projected_heads(c)] for c in (own, config))
         if (difference := compare_shapes(shapes, expected)) or rows != expected_rows:
-            sizes = [name for name in OF_SHAPES if getattr(own, name) != getattr(config, name)]
-            settings = " ".join(f"{name}={getattr(own, name)}" for name in sizes)
+            settings = " ".join(
+                f"{name}={getattr(own, name)}" for name in OF_SHAPES if getattr(own, name) != getattr(config, name)
+            )
             reasons = "; ".join(filter(None, [settings and f"they are of {settings}", difference]))
             raise ValueError(f"the weights in {self.path} do not fit this model: {reasons}")
 

@@ -152,7 +152,7 @@ def rewrite(folder, target, **changes):
         ({}, ["--block_size=128"], "the model has 64 learned positions, a context of this run has 128 tokens"),
         ({}, ["--n_positions=128"], "wpe.weight is [64, 32], not [128, 32]"),
         ({}, ["--n_layer=3"], "do not fit this model: they are of n_layer=2; transformer.h.2."),
-        ({}, ["--bias=False"], "do not fit this model: transformer.h.0.attn.c_attn.bias is [96], not missing"),
+        ({}, ["--bias=False"], "they are of bias=True; transformer.h.0.attn.c_attn.bias is [96], not missing"),
         (
             {},
             ["--output_gate=True"],
@@ -211,14 +211,29 @@ def test_a_tokenizer_beside_the_weights_must_be_the_datasets(gpt2, dataset, tmp_
         model_of(tmp_path / "hf", dataset)
 
 
-def test_a_folder_without_its_table_of_positions_is_not_read_with_a_random_one(gpt2, dataset, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "name, shape",
+    [("wpe.weight", [64, 32]), ("h.0.ln_1.bias", [32]), ("h.0.mlp.c_fc.bias", [128]), ("ln_f.bias", [32])],
+)
+def test_a_folder_without_its_positions_or_biases_is_not_read_with_new_ones(
+    gpt2, go, dataset, tmp_path, capsys, name, shape
+):
     rewrite(gpt2[0], tmp_path / "hf")
     weights = load_file(tmp_path / "hf/model.safetensors")
-    del weights["transformer.wpe.weight"]
-    save_file(weights, tmp_path / "hf/model.safetensors")
+    lost = name.removeprefix("h.0.")  # of all layers
+    save_file({key: x for key, x in weights.items() if not key.endswith(lost)}, tmp_path / "hf/model.safetensors")
     (tmp_path / "hf/tokenizer.json").write_text(tokenizers_json(Dataset(dataset).tokenizer)[0])
-    assert call(sample.main, tmp_path / "hf") == 2
-    assert "transformer.wpe.weight is missing, not [64, 32]" in refusal(capsys)
+    for status in (call(sample.main, "hf"), go("--init_from=hf", "--out_dir=out/a")):
+        assert status == 2
+    assert capsys.readouterr().err.count(f"transformer.{name} is missing, not {shape}") == 2
+
+
+def test_new_biases_of_a_model_that_had_none_leave_it_as_it_was(go, capsys):
+    sizes = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--max_iters=1", "--learning_rate=1e-9"]
+    assert go(*sizes, "--out_dir=out/a") == 0
+    assert go("--init_from=out/a", "--bias=True", *sizes, "--out_dir=out/b") == 0
+    assert "new: ln_wte.bias, h.*.ln_1.bias, h.*.attn.c_attn.bias, h.*.attn.c_proj.bias" in capsys.readouterr().out
+    assert metrics("out/b")[1] == pytest.approx(metrics("out/a")[1], abs=1e-5)
 
 
 # ---- the hub
@@ -318,7 +333,7 @@ def test_conversion_is_said_in_one_line_and_goes_on(gpt2, go, capsys):
     pattern = ["--attention=sympow_gating,softmax", "--init_from=out/a", "--out_dir=out/b", "--max_iters=1"]
     assert go(*pattern) == 0 and "dropped: h.*.attn.mix.gate.W_gamma" in capsys.readouterr().out
     assert go("--init_from=out/a", "--positions=learned", "--out_dir=out/c") == 2
-    assert "has no table of positions: use positions=rotary" in capsys.readouterr().err
+    assert "they are of positions=rotary; transformer.wpe.weight is missing, not [64, 32]" in capsys.readouterr().err
 
 
 class Normed(model_module.Attention):
