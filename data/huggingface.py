@@ -19,8 +19,8 @@ class HuggingFaceEncoding:
     """A tokenizers.Tokenizer with the methods of a tiktoken.Encoding that data.tokenizer uses.
 
     Attributes: vocabulary ({token: id}), n_vocab (the highest id + 1), json (the contents of its tokenizer.json),
-    eot_token (id of the end of text, added if the tokenizer has none), end_name (its name), and start_token (id that
-    the tokenizer puts before a text, or else eot_token).
+    eot_token (id of the end of text, added if the tokenizer has none), end_name (its name), start_token (id that the
+    tokenizer puts before a text, or else eot_token), and byte_ids (the ids of single bytes, where there are such ids).
     """
 
     def __init__(self, text, end_name=None):
@@ -40,6 +40,7 @@ class HuggingFaceEncoding:
         self.eot_token = self.tokenizer.token_to_id(self.end_name)
         self.start_token = [*self.tokenizer.encode("").ids, self.eot_token][0]
         self.vocabulary = self.tokenizer.get_vocab()
+        self.byte_ids = {self.vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)}
         ids = self.vocabulary.values()
         self.n_vocab = max(ids) + 1
         if len(set(ids)) < len(ids):  # the package may give the end of text an id that is taken, if some are left out

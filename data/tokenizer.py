@@ -97,7 +97,7 @@ class Tokenizer:
     def decode(self, ids):
         """Return the text of ids. Bytes that are not UTF-8 become U+FFFD, the end of text becomes its name."""
         decoder = self.stream()
-        return "".join([decoder.feed(i) for i in ids]) + decoder.flush()
+        return "".join(map(decoder.feed, ids)) + decoder.flush()
 
     def stream(self, prompt=()):
         """Return a Decoder, which turns ids into text one by one. prompt: the ids that come first."""
@@ -198,16 +198,19 @@ class Decoder:
     """Turns ids into text as they come.
 
     feed returns the text that is certain so far and holds back the beginning of a character or of an escape; flush
-    returns the rest. All pieces together equal decode(ids), or what these ids add to the text of a `prompt` of ids.
+    returns the rest. All pieces together equal decode(ids), or what these ids add to the text of a `prompt` of ids
+    that ends with a whole character.
     """
 
     def __init__(self, tokenizer, prompt):
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.rest = ""  # the beginning of an escape
-        # of kind "huggingface": the last ids, from within a character perhaps, and how many of them have been shown
-        self.ids = [*prompt[-8:]]
-        self.shown = len(self.ids)
+        # of kind "huggingface": ids whose text is not certain, and some before them. Single bytes that stand together
+        # are decoded together, so neither begins with a part of them.
+        self.byte_ids = getattr(tokenizer.encoding, "byte_ids", ())
+        self.ids = []
+        self.context = [token for token in prompt if token not in self.byte_ids][-1:] or [*prompt]
 
     def feed(self, token):
         """Return the text that one more id makes certain, perhaps an empty str."""
@@ -216,25 +219,25 @@ class Decoder:
             return self._unescape(self.utf8.decode(self.tokenizer.token_bytes(token)))
         self.tokenizer.check_id(token)
         self.ids.append(token)
+        if token in self.byte_ids:  # one wrong byte makes U+FFFD of all those beside it
+            return ""
         text = self._new_text()
         if text.endswith("\ufffd"):  # perhaps the beginning of a character
             return ""
-        self.ids, self.shown = self.ids[self.shown :], len(self.ids) - self.shown
+        self.ids, self.context = [], self.ids
         return self._unescape(text)
 
     def flush(self):
         """Return the rest: U+FFFD for an unfinished character, an unfinished escape as it is."""
-        return self._unescape(self._new_text() + self.utf8.decode(b"", True)) + self.rest
+        return self._unescape(self._new_text() if self.ids else self.utf8.decode(b"", True)) + self.rest
 
     def _new_text(self):
-        """Return the text of the ids that have not been shown, as it stands after the ids before them.
+        """Return the text of the ids to be shown, as it stands after those before them.
 
         A tokenizer may write an id differently at the start of a text, so the ids before are decoded with it.
         """
-        if len(self.ids) == self.shown:
-            return ""
         decode = self.tokenizer.encoding.decode
-        return decode(self.ids)[len(decode(self.ids[: self.shown])) :]
+        return decode(self.context + self.ids)[len(decode(self.context)) :]
 
     def _unescape(self, text):
         if not self.tokenizer.json_escaped:

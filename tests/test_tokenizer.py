@@ -12,6 +12,7 @@ from helpers import flip_bits, verify
 from test_data import prepare_content, prepare_text, shown
 import tiktoken
 import tokenizers
+import transformers
 
 from sympow.data import DataError
 from sympow.data.dataset import Dataset
@@ -224,6 +225,28 @@ def test_a_tokenizer_json_of_hugging_face_is_used_saved_and_streamed(tmp_path, m
             decoder = loaded.stream(ids[:i])
             assert tok.decode(ids[:i]) + "".join(map(decoder.feed, ids[i:])) + decoder.flush() == text
     assert tok.eot not in tok.encode(f"a{end}b") and len(tok.encode("q" * 200)) > 99
+
+
+@pytest.mark.parametrize("make", HUGGING_FACE)
+def test_bytes_that_are_no_text_stream_as_transformers_decodes_them(make):
+    """One such byte makes U+FFFD of all adjacent ids of single bytes, so these come when the last of them is known."""
+    generator, tok = random.Random(1), Tokenizer("huggingface", HuggingFaceEncoding(make(ENGLISH).to_str()))
+    hugging_face = transformers.PreTrainedTokenizerFast(tokenizer_object=tok.encoding.tokenizer)
+    for _ in range(1000):
+        ids = generator.choices(range(tok.vocab_size), k=generator.randrange(12))
+        text = hugging_face.decode(ids)
+        assert tok.decode(ids) == text
+        for i in range(len(ids)):
+            prompt, decoder = hugging_face.decode(ids[:i]), tok.stream(ids[:i])
+            if text.startswith(prompt) and not prompt.endswith("\ufffd"):
+                assert prompt + "".join(map(decoder.feed, ids[i:])) + decoder.flush() == text
+
+
+def test_a_prompt_that_ends_with_ids_of_bytes_goes_on():
+    tok = Tokenizer("huggingface", HuggingFaceEncoding(sentence_piece(ENGLISH).to_str()))
+    ids = tok.encode("the 日本語日本語, the")
+    decoder = tok.stream(ids[:14])  # of 18 bytes 12
+    assert "".join(map(decoder.feed, ids[14:])) + decoder.flush() == "本語, the"
 
 
 def test_the_end_of_text_is_what_the_model_says(tmp_path):
