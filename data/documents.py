@@ -123,7 +123,8 @@ def _revision(source, folder):
 
 def _cannot_load(source, error):
     """Return the DataError for whatever `datasets` or the hub raised, which is of many kinds."""
-    remedy = "give --split, --config, ... that it has" if source.files else "go online, or give local files"
+    local = "give --split, --config, ... that it has, or .jsonl of any columns to data/text/prepare.py"
+    remedy = local if source.files else "go online, or give local files"
     return DataError(f"cannot load {source.name} ({describe_error(error)}): {remedy}")
 
 

@@ -12,6 +12,7 @@ from helpers import verify
 from sympow.data import DataError, documents, files, shards
 from sympow.data.dataset import Dataset
 from sympow.data.hf import prepare as hf
+from sympow.data.text import prepare as prepare_text
 
 datasets = pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")
@@ -124,6 +125,18 @@ def test_columns_beside_the_text_may_hold_anything(tmp_path, other):
     (tmp_path / "part.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     dataset = prepare(tmp_path / "out", tmp_path / "part.jsonl")
     assert texts(dataset, "val")[:5] == TEXTS[:50:10]
+
+
+def test_a_column_that_comes_after_10_mb_is_refused_with_the_script_that_takes_it(tmp_path):
+    rows = [{"text": text} for text in TEXTS]
+    rows[0]["text"] *= 1_000_000
+    rows[-1]["date"] = "2024-01-31"
+    part = tmp_path / "part.jsonl"
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="cannot load .*CastError.*or .jsonl of any columns to data/text/prepare.py"):
+        prepare(tmp_path / "out", part)
+    prepare_text.main([str(part), f"--out={tmp_path / 'out'}", *OPTIONS[:3]])
+    assert Dataset(tmp_path / "out").tokens("train") > 10_000_000
 
 
 def test_a_dataset_grows_to_any_number_of_documents_and_to_all(undisturbed, parts, tmp_path, capsys):
