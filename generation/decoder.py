@@ -60,8 +60,6 @@ class Decoder:
         c, wte = model.config, model.transformer.wte.weight
         self.config, self.sampler, self.num_samples, self.device = c, sampler, num_samples, wte.device
         self.attentions = model.attentions()
-        if not all(map(decoding_kernels, self.attentions)):
-            raise ValueError(f"not all layers of attention={c.attention} have kernels to generate with")
         dtype, B = dtype or wte.dtype, len(state.layers[0].position) * num_samples
         check_generation_fits(self.attentions, state, max_new_tokens, B, dtype.itemsize, state_dtype, self.device)
         self.buffers = Buffers(c, B, dtype, state_dtype, self.device)

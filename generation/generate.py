@@ -9,8 +9,6 @@ On a GPU, decoder.py generates if there are kernels for all layers of the model,
 logits are compared with what `GPT.step` computes at the start. Otherwise `GPT.step` generates, see steps.py.
 """
 
-import weakref
-
 import torch
 
 from ..attention.operator.dispatch import first_line, warn_once, why_not
@@ -18,7 +16,6 @@ from ..attention.variant import decoding_kernels
 from .steps import Sampler, Timings, cache_dtype, generate_by_steps, read_prompt
 
 NOT_THIS_MODEL = "the decoder does not compute this model: generating with GPT.step"
-_different = weakref.WeakSet()  # the models that were named so already
 
 
 def generate(
@@ -103,9 +100,7 @@ def _make_decoder(model, logits, state, sampler, max_new_tokens, state_dtype):
         problem = first_line(error)
     if not problem:
         return decoder
-    if model not in _different:
-        _different.add(model)
-        warn_once(f"{NOT_THIS_MODEL} ({problem})")
+    warn_once(f"{NOT_THIS_MODEL} ({problem})")
     return None
 
 

@@ -162,7 +162,7 @@ def test_several_samples_are_separated_and_json_comes_last(go, capsys):
         (["--top_p=0"], "top_p must be in (0, 1], got 0.0"),
         (["--out_dir=out/b", "--switch_over=1"], "attention=softmax takes no switch_over: it has no KV cache that"),
         (["--out_dir=out/none"], "no checkpoint in out/none: there is one in out/b, out/a"),
-        (["--load_state=out"], "cannot resume from out: it is not a file"),
+        (["--load_state=out"], "cannot resume from out: there is no such file"),
         (["--device=cuda:" + "9" * 30], "device must be auto, cpu, cuda"),
         (["--device=cuda:77"], "device cuda:77 is not there"),
         (["--tempreature=1"], "did you mean temperature?"),
@@ -256,8 +256,6 @@ def write_state(file, tensors, text, version="1"):
 @pytest.mark.parametrize(
     "text,version,message",
     [
-        ("[" * 100_000 + "]" * 100_000, "1", "its description is not what was written"),
-        ("{", "1", "its description is not what was written"),
         ("[]", "1", "its states are not those of"),
         ('{"model": {}}', "1", "another model: vocab_size=50257 there"),
         ("{}", "2", "version 2: sample.py --save_state writes version 1"),
