@@ -30,7 +30,7 @@ from sympow.runs.processes import Failed, Ranks, StopSignals, exit_statuses
 from sympow.runs.program import refuse
 from sympow.runs.settings import BOOLS, TRAIN_RANGES, check_ranges, fields_of, read_settings
 from sympow.training.batches import count_epochs, examine, format_losses, mean_losses, micro_batches
-from sympow.training.optimizer import RANGES, describe_jump, learning_rate, make_optimizer, take_step
+from sympow.training.optimizer import RANGES, learning_rate, make_optimizer, take_step
 from sympow.training.plan import Plan, describe_run, make_network, make_plan, resume_hint
 from sympow.training.stages import enter_stage, refuse_moved_stages, rehearse
 
@@ -167,7 +167,7 @@ def set_up(argv, ranks, stack, config):
     optimizer, progress = make_optimizer(model, cfg), checkpoint.Progress()
     if resume:
         progress = checkpoint.load(resume, model, optimizer)
-        ranks.log(f"resuming from {resume}, step {progress.step}{describe_jump(cfg, plan.saved_settings, progress)}")
+        ranks.log(f"resuming from {resume}, step {progress.step}")
     elif plan.source:
         plan.source.fill(model)
         ranks.log(plan.source.describe(plan.model_cfg))

@@ -16,7 +16,6 @@ attribute `_step_supports_amp_scaling`, such as NAdam, ignores it. Its step is l
 
 import math
 from collections import defaultdict
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -213,11 +212,3 @@ def learning_rate(step, cfg, seconds=0.0):
     if step < cfg.warmup_iters:
         rate = min(rate, cfg.learning_rate * (step + 1) / (cfg.warmup_iters + 1))
     return rate
-
-
-def describe_jump(cfg, saved, progress):
-    """Return a text that says how the learning rate of a run jumps where it resumes, by another max_seconds than was
-    saved; "" if it does not."""
-    both = replace(cfg, max_seconds=saved["max_seconds"]), cfg
-    rates = [f"{learning_rate(progress.step, settings, progress.seconds):.2g}" for settings in both]
-    return "" if rates[0] == rates[1] else f"; the new max_seconds moves the learning rate from {' to '.join(rates)}"
