@@ -18,7 +18,7 @@ from dataclasses import fields
 
 from sympow.code import TRAINING, short_hash, warn_of_changes
 from ..data.files import lock_file, write_json
-from ..data.mixture import Mixture, sets_of
+from ..data.mixture import Mixture
 from . import checkpoint, starts
 from .metrics import read_lines
 from .processes import warn
@@ -42,7 +42,7 @@ OF_TRAINING = {"distill_from", "distill_weight", "teacher"}
 LOGS = (".log", ".out", ".err")  # files with these endings, which a shell or a scheduler opens, may lie in a new folder
 
 
-def choose_checkpoint(cfg, dataset, thorough):
+def choose_checkpoint(cfg, thorough):
     """Return (the checkpoint of cfg.out_dir to resume from, the settings it was trained with), or (None, None).
 
     (None, None) starts anew. Refuses to mix or lose runs.
@@ -51,8 +51,6 @@ def choose_checkpoint(cfg, dataset, thorough):
     be read.
     """
     out_dir = cfg.out_dir
-    if out_dir.encode(errors="ignore").decode() != out_dir:  # no checkpoint in it could be read
-        refuse(f"out_dir must be UTF-8, got {os.fsencode(out_dir)}")
     saved = _saved_settings(cfg)
     # torchrun and Slurm start a job again with the same command, which must not overwrite what the first start made
     restarted = any(from_launcher(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM"))
@@ -62,10 +60,9 @@ def choose_checkpoint(cfg, dataset, thorough):
     if not (cfg.init_from == "auto" or same_command or (restarted and saved)):
         if _has_steps(out_dir) and not (cfg.overwrite or cfg.eval_only):  # evaluating does not write to out_dir
             refuse(f"{out_dir} is not empty: --overwrite=True renames it and starts anew, or choose another out_dir")
-        if cfg.overwrite and _has_steps(out_dir):
-            for path in (cfg.init_from, ".", *(one.path for one in sets_of(dataset).values())):
-                if f"{os.path.realpath(path)}/".startswith(f"{os.path.realpath(out_dir)}/"):  # the new run needs it
-                    refuse(f"{path} is in out_dir {out_dir}, which would be renamed: choose another out_dir")
+        inside = f"{os.path.realpath(cfg.init_from)}/".startswith(f"{os.path.realpath(out_dir)}/")
+        if cfg.overwrite and inside and _has_steps(out_dir):
+            refuse(f"{cfg.init_from} is in out_dir {out_dir}, which would be renamed: choose another out_dir")
         return None, None
     latest = checkpoint.newest(out_dir, thorough, warn)
     if not latest and checkpoint.exists(out_dir):

@@ -61,7 +61,7 @@ def make_plan(cfg, values, ranks):
     layout = Layout(ranks, cfg.context_parallel, cfg.shard)
     stages, held_out = make_stages(cfg, values, dataset, layout)
     contexts = [stage.block_size for stage in stages]
-    resume, saved_settings = folder.choose_checkpoint(cfg, dataset, thorough=ranks.master)
+    resume, saved_settings = folder.choose_checkpoint(cfg, thorough=ranks.master)
     if values.get("init_from") == "resume" and not resume:
         raise ValueError(
             f"init_from=resume: there is no checkpoint in out_dir {cfg.out_dir}; leave init_from out, or give scratch, "
