@@ -126,8 +126,6 @@ def test_a_config_of_transformers_4_and_half_precision_are_read(dataset, tmp_pat
         ({"hidden_act": "gelu"}, "has hidden_act=gelu"),
         ({"attention_bias": True}, "has attention_bias=True"),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
-        ({"tie_word_embeddings": "false"}, "has a value of another type: tied_head='false'"),
-        ({"hidden_size": 32.0}, "has a value of another type: n_embd=32.0"),
         ({"model_type": ["llama"]}, "has a model of type ['llama']"),
         ({"head_dim": 16}, "attn.c_attn.weight is [64, 32], not [128, 32]"),
         ({"intermediate_size": 64}, "mlp.c_fc.weight is [96, 32], not [128, 32]"),
@@ -162,8 +160,6 @@ def test_a_tensor_that_is_not_known_is_named(llama, dataset, tmp_path):
     "shapes, message",
     [
         ({"lm_head": (257, 32)}, "lm_head.weight in .* is not the embedding"),
-        ({"self_attn.q_proj": (16, 32), "self_attn.k_proj": (32, 32)}, r"have \[16, 32, 16\] rows, not \[32, 16, 16\]"),
-        ({"mlp.gate_proj": (32, 32), "mlp.up_proj": (64, 32)}, r"have \[32, 64\] rows, not \[48, 48\]"),
         ({"model.embed_tokens": (257, 64)}, r"transformer.wte.weight is \[\d+, 64\], not \[320, 32\]"),
     ],
 )
