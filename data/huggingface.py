@@ -12,7 +12,6 @@ from .files import read_json
 
 # How an end of text is called where no tokenizer_config.json beside tokenizer.json says so; the first that is there.
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
-SAMPLE = "def f(x):\n    return 'caf\u00e9 \u4e16' + str(12345)  # it's 3.14 \t\r\n"  # every kind of word of GPT-2
 
 
 class HuggingFaceEncoding:
@@ -45,8 +44,6 @@ class HuggingFaceEncoding:
         self.n_vocab = max(ids) + 1
         if len(set(ids)) < len(ids):  # the package may give the end of text an id that is taken, if some are left out
             raise ValueError("an id stands twice")
-        if self.n_vocab > 1 << 31:
-            raise ValueError(f"ids must be below 2^31, got {max(ids)}")
         self.json = self.tokenizer.to_str()
 
     def encode_ordinary_batch(self, texts, num_threads):
@@ -105,8 +102,7 @@ def tokenizers_json(tokenizer):
     """Return (the contents of a tokenizer.json for the packages tokenizers and transformers, the name of the end of
     text there) of a data.tokenizer.Tokenizer.
 
-    Escaping, which those packages do not have, is left out. Raises DataError if they would encode a text otherwise, or
-    if there is no vocabulary.
+    Escaping, which those packages do not have, is left out. Raises DataError if there is no vocabulary.
     """
     tokenizers = need("tokenizers")
     if tokenizer.kind == "ids":
@@ -129,7 +125,4 @@ def tokenizers_json(tokenizer):
     written.pre_tokenizer, written.decoder = level, tokenizers.decoders.ByteLevel()
     end = next(iter(tokenizer.encoding._special_tokens)) if in_words else "<|endoftext|>"
     written.add_special_tokens([tokenizers.AddedToken(end, special=True, normalized=False)])
-    ids = tokenizer.encoding.encode_ordinary(SAMPLE) if in_words else list(SAMPLE.encode())
-    if written.token_to_id(end) != tokenizer.eot or written.encode(SAMPLE).ids != ids:
-        raise DataError("this tokenizer cannot be written for the package tokenizers: its words are not GPT-2's")
     return written.to_str(), end

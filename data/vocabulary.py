@@ -45,7 +45,7 @@ def named_tokenizer(name):
 def trained_size(name):
     """Return SIZE of bpe:SIZE. Raises DataError if it is no size of a vocabulary."""
     size = name.removeprefix("bpe:")
-    if not (size.isascii() and size.isdigit() and len(size) < 9 and 257 <= int(size) <= LARGEST):
+    if not (size.isdecimal() and 257 <= int(size) <= LARGEST):
         raise DataError(
             f"--tokenizer=bpe:SIZE needs 257 (256 bytes and the end of text) to {LARGEST} ids, got {name!r}"
         )

@@ -15,7 +15,6 @@ from helpers import run, write_run
 import sympow
 from sympow import export
 from sympow.attention import ATTENTIONS
-from sympow.data import DataError
 from sympow.data.huggingface import tokenizers_json
 from sympow.data.tokenizer import END_OF_TEXT, Tokenizer
 from sympow.data.vocabulary import train_tokenizer
@@ -120,14 +119,6 @@ def test_tokenizers_encode_as_ours(tmp_path):
             ids = theirs.encode(sample).ids
             assert ids == tokenizer.encode(sample) and theirs.decode(ids) == sample
         assert theirs.token_to_id(end) == tokenizer.eot and end == END_OF_TEXT
-
-
-def test_words_that_are_not_gpt2s_are_refused():
-    tiktoken = pytest.importorskip("tiktoken")
-    ranks = {bytes([b]): b for b in range(256)} | {b"f(": 256}
-    odd = tiktoken.Encoding("odd", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 257})
-    with pytest.raises(DataError, match="its words are not GPT-2's"):
-        tokenizers_json(Tokenizer("bpe", odd))
 
 
 def greedy(model, text, n=12):

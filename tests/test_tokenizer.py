@@ -1,7 +1,6 @@
 """Tokenizers lose nothing of a text, are the same when loaded again, and stream the text that they decode."""
 
 import json
-import re
 import os
 import random
 import sys
@@ -266,14 +265,13 @@ def test_the_end_of_text_is_what_the_model_says(tmp_path):
     assert tok.eot == made.get_vocab_size() == tok.vocab_size - 1 and tok.decode([tok.eot]) == "<|new|>"
 
 
-def test_a_vocabulary_with_an_id_twice_or_too_large_and_a_text_that_it_has_no_ids_for_are_refused(tmp_path):
+def test_a_vocabulary_with_an_id_twice_and_a_text_that_it_has_no_ids_for_are_refused(tmp_path):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="[UNK]")).to_str()
     with pytest.raises(DataError, match="the text cannot be encoded by this tokenizer .*UNK"):
         Tokenizer("huggingface", HuggingFaceEncoding(words)).encode("b")
-    twice, large = "an id stands twice", "ids must be below 2^31, got 4294967295"
-    for number, reason in ((0, twice), (2, twice), (2**32 - 1, large)):  # or the end of text becomes number 2
+    for number in (0, 2):  # or the end of text becomes number 2
         (tmp_path / "tokenizer.json").write_text(words.replace('"a":0', f'"a":0,"b":{number}'))
-        refused(tmp_path, f"tokenizer.json is damaged .*{re.escape(reason)}", named_tokenizer)
+        refused(tmp_path, "tokenizer.json is damaged .*an id stands twice", named_tokenizer)
 
 
 @pytest.mark.parametrize(
