@@ -150,8 +150,6 @@ class HeldOut:
             for key, weight, part in zip(keys, weights, sets.values())
         ]
         names = [word.strip() for word in val_datasets.split(",")] if val_datasets else []
-        if not all(names):
-            raise DataError(f"val_datasets must be names or paths with commas between, got {val_datasets!r}")
         for key, part in open_sets(names).items():
             if key in sets:
                 raise DataError(

@@ -263,17 +263,6 @@ def test_window_inputs_are_targets_shifted_by_one(tmp_path):
         assert inputs[2 * d + 1].tolist() == row[4:9] and targets[2 * d + 1].tolist() == row[5:10]
 
 
-def test_windows_of_no_split_and_no_length_are_refused(tmp_path):
-    write(tmp_path)
-    dataset = Dataset(tmp_path)
-    with pytest.raises(DataError, match="split must be one of train, val"):
-        Windows(dataset, "test", 4)
-    with pytest.raises(DataError, match="at least 1"):
-        Windows(dataset, "train", 0)
-    with pytest.raises(IndexError):
-        Windows(dataset, "train", 12).batch([9])
-
-
 @pytest.mark.parametrize("T", [1, 5, 12, 30, 107, 108])
 def test_packed_windows_run_over_documents_and_mark_their_starts(tmp_path, T):
     stream = write(tmp_path)[0].ravel()

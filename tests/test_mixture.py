@@ -121,7 +121,7 @@ def test_names_of_losses_are_unambiguous(sets, tmp_path):
     shutil.copytree(sets / "a", tmp_path / "a")
     dataset = open_dataset(str(sets / "a"))
     for val_datasets, reason in (
-        (f"{sets / 'c'},", "val_datasets must be names or paths with commas between"),
+        (f"{sets / 'c'},", "no dataset ''"),
         (str(tmp_path / "a"), "a name of the training data already"),
         (f"{sets / 'b'},{sets / 'b'}", "have the same name"),
         (f"{sets / 'other'}", "are not those of the dataset other"),
