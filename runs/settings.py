@@ -8,7 +8,6 @@ float.
 """
 
 import argparse
-import ast
 import glob
 import inspect
 import math
@@ -18,6 +17,7 @@ import runpy
 from dataclasses import fields
 from fractions import Fraction
 from functools import cache, partial
+from types import ModuleType
 from typing import get_args
 
 from sympow import check_choice, did_you_mean
@@ -151,17 +151,18 @@ def _expand_files(argv, types):
 
 
 def _read_file(path):
-    """Return the values of all names that a config file assigns, unless they begin with an underscore."""
+    """Return the values of all names of a config file, but for modules, functions and names with an underscore."""
     if not os.path.isfile(path):
         refuse(f"no config file {path}{did_you_mean(path, glob.glob('config/*.py'))}")
     try:
         values = runpy.run_path(path)
-        with open(path) as f:
-            nodes = ast.walk(ast.parse(f.read()))
     except (Exception, SystemExit) as error:
         refuse(f"config file {path} does not run: {type(error).__name__}: {error}")
-    names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    return {name: values[name] for name in names if name in values and not name.startswith("_")}
+    return {
+        name: value
+        for name, value in values.items()
+        if not (name.startswith("_") or callable(value) or isinstance(value, ModuleType))
+    }
 
 
 def fields_of(cls, values):

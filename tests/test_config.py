@@ -83,7 +83,7 @@ def test_mistakes_are_refused_in_one_line(argv, message, refused):
 
 def test_a_config_file_may_import_and_define_and_its_mistakes_are_refused(tmp_path, refused):
     path = tmp_path / "c.py"
-    lines = "from math import tau", "def half(x):", "    y = x / 2", "    return y", "learning_rate = half(tau) / tau"
+    lines = "import math", "def half(x):", "    y = x / 2", "    return y", "learning_rate = half(math.tau) / math.tau"
     path.write_text("\n".join(lines))
     assert read(str(path)) == ({"learning_rate": 0.5}, ["c"])
     for text, message in (
