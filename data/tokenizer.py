@@ -26,7 +26,7 @@ import sys
 
 import numpy as np
 
-from . import DataError, batches, need
+from . import DataError, need
 from .files import read_json, write_atomically
 from .huggingface import HuggingFaceEncoding, one_line
 
@@ -37,7 +37,6 @@ FILES = ("tokenizer.json", *VOCABULARY_FILES.values())  # all that a tokenizer m
 NO_VOCABULARY = "the data came without GPT-2's vocabulary, so prepare them again where it can be downloaded"
 PIECE = 1 << 16  # characters of a long text that are tokenized in one piece, on one core
 LONGEST = 1 << 17  # characters of a piece where no word ends
-AT_ONCE = 1 << 22  # characters tokenized before their ids become arrays; as Python integers these take 40 bytes each
 
 
 class Tokenizer:
@@ -68,15 +67,11 @@ class Tokenizer:
             return [self.encode_bytes(_utf8(text)) for text in texts]
         if self.kind == "huggingface":  # tiktoken replaces lone surrogates itself, tokenizers refuses them
             texts = [_utf8(text).decode() for text in texts]
-        ids = [[np.zeros(0, np.int32)] for _ in texts]
-        cut = split_long_text if self.kind == "bpe" else lambda text: [text]  # others may mark a piece's start
-        pieces = ((number, piece) for number, text in enumerate(texts) for piece in cut(text))
-        for batch in batches(pieces, AT_ONCE, lambda piece: len(piece[1])):
-            numbers, parts = zip(*batch)
-            encoded = self.encoding.encode_ordinary_batch(list(parts), num_threads=os.cpu_count() or 1)
-            for number, part in zip(numbers, encoded):
-                ids[number].append(np.array(part, dtype=np.int32))
-        return [np.concatenate(parts) for parts in ids]
+        # another tokenizer may mark a piece's start
+        pieces = [[*split_long_text(text)] if self.kind == "bpe" else [text] for text in texts]
+        flat = [piece for parts in pieces for piece in parts]
+        ids = iter(self.encoding.encode_ordinary_batch(flat, num_threads=os.cpu_count() or 1))
+        return [np.concatenate([np.array(next(ids), np.int32) for _ in parts]) for parts in pieces]
 
     def encode_bytes(self, raw):
         """Return the int32 ids of any bytes, so that a file that is not UTF-8 stays as it is. Kind "bytes" only."""

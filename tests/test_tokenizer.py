@@ -75,7 +75,6 @@ def test_long_texts_in_pieces_give_the_same_tokens(escaped, monkeypatch):
     parts = "word Wörter 日本語 。 12 ٣ ² 's ' _ - e\u0301".split() + [" ", "  ", "\n", "\n\n ", "\t"]
     texts = ["".join(generator.choices(parts, k=k)) for k in (0, 1, 5, 300, 3000)]
     monkeypatch.setattr("sympow.data.tokenizer.PIECE", 7)
-    monkeypatch.setattr("sympow.data.tokenizer.AT_ONCE", 100)
     assert len(list(split_long_text(texts[-1]))) > 300
     for text, ids in zip(texts, Tokenizer("bpe", encoding, escaped).encode_batch(texts), strict=True):
         assert ids.tolist() == encoding.encode_ordinary(json.dumps(text)[1:-1] if escaped else text)
