@@ -45,8 +45,6 @@ STEP = re.compile(r"step_\d{8,}(\.old)?")
 KEEP = 2  # the newest checkpoints that are not removed; the best one is not removed either
 FILES = ("model", "optimizer", "progress")  # the beginnings of the names of a checkpoint's files
 WEIGHTS = ("model", "progress")  # those that `load` reads without an optimizer
-# that every config.json has, and their types
-SETTINGS = {"model": dict, "data": str, "dataset": str, "init_from": str, "block_size": int, "then": str}
 CHANGEABLE = {"activation_checkpointing": None, "dropout": None}  # the weights mean the same with other values
 
 
@@ -306,11 +304,8 @@ def settings(run, folder=None):
     """
     path = os.path.join(run, "config.json")
     contents = _read_versioned(path)
-    for key, kind in SETTINGS.items():
-        if type(contents.get(key)) is not kind:
-            raise DataError(f"{path} is damaged: it has no {key} of type {kind.__name__}")
-    contents["model"] = with_defaults(GPTConfig, contents["model"])
     with one_line(path, "is damaged"):
+        contents["model"] = with_defaults(GPTConfig, contents["model"])
         final_context(contents)
         GPTConfig(**contents["model"])
     model = read_progress(folder).model if folder else None
