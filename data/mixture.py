@@ -94,11 +94,6 @@ def open_sets(names):
     return sets
 
 
-def sets_of(dataset):
-    """Return {name: Dataset} of a Mixture, or of a Dataset alone."""
-    return dataset.sets if isinstance(dataset, Mixture) else {os.path.basename(dataset.path): dataset}
-
-
 def open_windows(dataset, split, block_size, pack=False, name="block_size"):
     """Return the Windows of a split, or the MixedWindows if the dataset is a Mixture; arguments as for Windows."""
     if not isinstance(dataset, Mixture):
@@ -142,9 +137,10 @@ class HeldOut:
 
     def __init__(self, dataset, val_datasets, block_size, pack=False, name="block_size"):
         """Raise DataError if one of val_datasets cannot be opened, has other tokens, or the name of another dataset."""
-        sets, mixed = sets_of(dataset), isinstance(dataset, Mixture)
-        weights = dataset.weights if mixed else [1]
-        keys = [f"val_loss/{key}" if mixed else "val_loss" for key in sets]
+        if isinstance(dataset, Mixture):
+            sets, weights, keys = dataset.sets, dataset.weights, [f"val_loss/{name}" for name in dataset.sets]
+        else:
+            sets, weights, keys = {os.path.basename(dataset.path): dataset}, [1], ["val_loss"]
         self.parts = [
             Part(key, float(weight), Windows(part, "val", block_size, pack, name))
             for key, weight, part in zip(keys, weights, sets.values())
