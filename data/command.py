@@ -13,7 +13,7 @@ import shlex
 import sys
 
 from . import DataError
-from .terminal import PathParser, drop_output, open_streams
+from .terminal import PathParser, drop_output, replace_odd_letters
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -57,7 +57,7 @@ class Parser(PathParser):
 def run(main):
     """Call main(argv). Exit with status 2 after one line on stderr if it was refused or failed, with 130 if it was
     interrupted."""
-    open_streams()
+    replace_odd_letters()
     try:
         main(sys.argv[1:])
         sys.stdout.flush()  # a full disk is noticed here and not when Python ends

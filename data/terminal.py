@@ -22,10 +22,8 @@ class PathParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
 
-def open_streams():
-    """Send stdout and stderr nowhere if they are closed (`>&-`), where Python has None in their place, and let stdout
-    write "?" for letters that it cannot, such as half a surrogate pair."""
-    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
+def replace_odd_letters():
+    """Let stdout write "?" for letters that it cannot, such as half a surrogate pair."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ..data import DataError
-from ..data.terminal import open_streams
+from ..data.terminal import replace_odd_letters
 from .checkpoint import NotWritten, newest
 from .program import process_name, refuse
 from .settings import from_launcher
@@ -291,10 +291,10 @@ def _answer_signals(receiver, out_dir, advice):
 def exit_statuses(ranks):
     """End the program with one line on stderr where an error has a known cause; other errors keep their traceback.
 
-    Closed streams (`>&-`) do not stop it. The status is 2 for settings and data that cannot be used, 1 for what happens
-    later and 130 for Ctrl-C before training begins, or a second one.
+    The status is 2 for settings and data that cannot be used, 1 for what happens later and 130 for Ctrl-C before
+    training begins, or a second one.
     """
-    open_streams()
+    replace_odd_letters()
     try:
         yield
     except DataError as error:  # a token outside the vocabulary or a cut shard, which other ranks may not meet

@@ -13,7 +13,7 @@ import socket
 import sys
 from contextlib import suppress
 
-from ..data.terminal import PathParser, drop_output, open_streams
+from ..data.terminal import PathParser, drop_output, replace_odd_letters
 
 
 def refuse(message, every_rank=False):
@@ -95,7 +95,7 @@ def run_program(main):
     Ctrl-C is status 130. A closed pipe (`| head`) ends the program quietly. Any other OSError that main() lets pass,
     such as a full disk behind stdout, is one line and status 1. Letters that the terminal cannot show become "?".
     """
-    open_streams()
+    replace_odd_letters()
     try:
         try:
             status = main()
