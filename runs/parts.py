@@ -80,11 +80,11 @@ class Tensors:
 
     def __init__(self, folder, kind):
         self.files, self.parts, self.shapes = ExitStack(), {}, {}
-        whole = f"{kind}.safetensors"  # which transformers takes too where it has both
+        one_file = f"{kind}.safetensors"  # transformers takes it too where a folder has both
         # else the ranks' parts, or transformers' files with some of the tensors, each of them whole
-        file_names = glob(whole, root_dir=folder) or glob(f"{kind}[.-][0-9]*-of-*[0-9].safetensors", root_dir=folder)
+        file_names = glob(one_file, root_dir=folder) or glob(f"{kind}[.-][0-9]*-of-*[0-9].safetensors", root_dir=folder)
         if not file_names:
-            raise DataError(f"{os.path.join(folder, whole)} is missing")
+            raise DataError(f"{os.path.join(folder, one_file)} is missing")
         for file_name in file_names:
             path = os.path.join(folder, file_name)
             try:

@@ -50,7 +50,7 @@ OF_SHAPES = (
     "n_layer n_embd n_head n_kv_head head_dim output_gate mlp_width bias qkv_bias qk_norm tied_head positions".split()
 )
 NAMED = "attention positions rope_base window norm norm_eps activation rope_unit".split()
-# what every source has weights of, and biases if its settings say so; others that no layer has are new
+# modules with weights in every source, and with biases if its settings say so; others that no layer has are new
 REQUIRED = r"(lm_head|transformer\.(wte|wpe|ln_f|h\.\*\.(ln_[12]|attn\.(c_(attn|proj)|[qk]_norm)|mlp\.c_(fc|proj))))"
 
 
