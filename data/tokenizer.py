@@ -201,8 +201,8 @@ class Decoder:
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.rest = ""  # the beginning of an escape
-        # kind "huggingface" has ids with a text that is not certain yet, and context, some ids before them. Single bytes
-        # that stand together are decoded together, so neither begins with a part of them.
+        # kind "huggingface" has ids with a text that is not certain yet, and context, some ids before them. Single
+        # bytes that stand together are decoded together, so neither begins with a part of them.
         self.byte_ids = getattr(tokenizer.encoding, "byte_ids", ())
         self.ids = []
         self.context = [token for token in prompt if token not in self.byte_ids][-1:] or [*prompt]
