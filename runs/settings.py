@@ -74,6 +74,8 @@ def read_settings(classes, argv, hidden=(), usage="", folders=False):
     types = {name: field.type for name, field in known.items()} | {"decay_lr": bool}
     arguments, names, words = _expand_files(argv, types)
     if folders and words:
+        if any(argument.startswith("--out_dir") for argument in arguments):
+            refuse(f"give {','.join(words)} or --out_dir, not both")
         arguments.append(f"--out_dir={','.join(words)}")
     elif words:
         refuse(f"cannot read {words[0]!r}: settings are config/NAME.py or --key=value")

@@ -81,6 +81,13 @@ def test_mistakes_are_refused_in_one_line(argv, message, refused):
     assert message in refused(call, partial(read, *argv))
 
 
+def test_a_folder_is_given_as_a_word_or_as_out_dir_not_both(refused):
+    read = partial(read_settings, (sample.SampleConfig,), folders=True)
+    assert read(["out/a", "--seed=2"])[0] == {"out_dir": "out/a", "seed": 2}
+    for argv in (["out/a", "--out_dir=out/b"], ["--out-dir", "out/b", "out/a"]):
+        assert "give out/a or --out_dir, not both" in refused(call, partial(read, argv))
+
+
 def test_a_config_file_may_import_and_define_and_its_mistakes_are_refused(tmp_path, refused):
     path = tmp_path / "c.py"
     lines = "import math", "def half(x):", "    y = x / 2", "    return y", "learning_rate = half(math.tau) / math.tau"
