@@ -55,6 +55,8 @@ def choose_checkpoint(cfg, thorough):
     # torchrun and Slurm start a job again with the same command, which must not overwrite what the first start made
     restarted = any(from_launcher(f"{name}_RESTART_COUNT") for name in ("TORCHELASTIC", "SLURM"))
     cfg.overwrite = cfg.overwrite and not restarted
+    if cfg.overwrite and cfg.init_from == "auto":
+        refuse("overwrite=True needs --init_from=scratch, or weights: init_from=auto resumes the run in out_dir")
     same_source = saved and os.path.realpath(saved["init_from"]) == os.path.realpath(cfg.init_from)
     same_command = same_source and cfg.init_from != "scratch" and not cfg.overwrite
     if not (cfg.init_from == "auto" or same_command or (restarted and saved)):
@@ -144,7 +146,7 @@ def start_folder(cfg, settings, dataset, latest, lock):
             lock = lock_out_dir(out_dir)
             if checkpoint.exists(out_dir):
                 refuse(f"another process has begun a run in {cfg.out_dir}: the same command again resumes it")
-        if cfg.overwrite and cfg.init_from != "auto" and _has_steps(out_dir):
+        if cfg.overwrite and _has_steps(out_dir):
             _rename(out_dir)
             lock, old_lock = lock_out_dir(out_dir), lock
             old_lock.close()

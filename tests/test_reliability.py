@@ -357,12 +357,14 @@ def test_a_signal_within_a_step_saves_and_loses_nothing(go, finished, monkeypatc
         return real(*args)
 
     monkeypatch.setattr(batches, "train_batch", batch)
-    options = ["--init_from=scratch"] if number == signal.SIGUSR1 else []
+    options = {signal.SIGUSR1: ["--init_from=scratch"], signal.SIGINT: ["--init_from=scratch", "--overwrite=True"]}
+    options = options.get(number, [])
     assert go("--out_dir=out/cut", *options) == 0
     stopped = f"stopped at step 2: {signal.Signals(number).name} was received\nsaved step 2; the same command"
-    assert f"{stopped}{' with --init_from=auto' * len(options)} resumes the run\n" in capsys.readouterr().out
+    change = "".join([" with --init_from=auto", " without --overwrite"][: len(options)])
+    assert f"{stopped}{change} resumes the run\n" in capsys.readouterr().out
     assert max(metrics("out/cut")) == 2 and os.listdir("out/cut/ckpt") == ["step_00000002"]
-    assert go("--out_dir=out/cut", *options, "--init_from=auto") == 0
+    assert go("--out_dir=out/cut", *options[:1], "--init_from=auto") == 0
     assert metrics("out/cut") == metrics(finished / "whole")
 
 

@@ -128,6 +128,8 @@ def test_nothing_is_overwritten_unless_asked_and_then_renamed(go, refused):
     assert go("--out_dir=out/a") == 0
     message = "out/a is not empty: --overwrite=True renames it"
     assert message in refused(go, "--out_dir=out/a", "--init_from=scratch")
+    message = "overwrite=True needs --init_from=scratch, or weights"
+    assert message in refused(go, "--out_dir=out/a", "--overwrite=True")
     assert go("--out_dir=out/a", "--init_from=scratch", "--overwrite=True") == 0
     assert go("--out_dir=out/a/", "--init_from=scratch", "--overwrite=True") == 0
     assert sorted(os.listdir("out")) == ["a", "a.old-1", "a.old-2"] and os.path.exists("out/a.old-1/metrics.jsonl")

@@ -115,11 +115,8 @@ def make_network(plan, model):
 
 def resume_hint(cfg):
     """Return a text that says how a run resumes after a signal; see runs/folder.py's choose_checkpoint."""
-    change = ""
-    if cfg.init_from == "scratch":
-        change = " with --init_from=auto"
-    elif cfg.overwrite and cfg.init_from != "auto":
-        change = " without --overwrite"
+    change = " with --init_from=auto" if cfg.init_from == "scratch" else ""
+    change += " without --overwrite" if cfg.overwrite else ""
     return f"the same command{change} resumes the run"
 
 
