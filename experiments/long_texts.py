@@ -22,6 +22,7 @@ from sympow.experiments.recipe import CONTENDERS, MEMORY, MUON, speed_run
 from sympow.experiments.report import (
     bytes_column,
     difference_cell,
+    losses_by_seed,
     mean_difference,
     span_columns,
     table,
@@ -80,7 +81,8 @@ def timed_run(size, name, way, record, seed=SEEDS[0]):
     """
     share, seconds = SHARES[way], SECONDS / size.fewer
     short, long = (speed / size.tokens_per_step for speed in record["measures"]["speed"].values())  # steps a second
-    first, last = round(share * seconds * short), max(12, round((1 - share) * seconds * long)) if share < 1 else 0
+    first = round(share * seconds * short)
+    last = max(12, round((1 - share) * seconds * long)) if share < 1 else 0
     settings = dict(steps=(first + last) * size.fewer)
     if last:
         settings["then"] = f"{LONG // size.shrink}@{first}"
@@ -111,22 +113,15 @@ def text_loss(record):
     return fmean(record["measures"]["positions"]["texts"])
 
 
-def text_losses(entry):
-    """Return {(seed, seed): mean loss of the held-out texts}."""
-    return {(record["settings"]["seed"],) * 2: text_loss(record) for record in entry.records}
-
-
 def report(entries, size):
     """Return the table, without a figure."""
     trained = [entry for entry in entries.values() if not entry.name.endswith(", speed")]
-    columns = [
-        ("tokens", tokens_cell),
-        ("held-out texts", partial(texts_cell, measure="positions")),
-    ]
+    losses = partial(losses_by_seed, loss=text_loss)
+    columns = [("tokens", tokens_cell), ("held-out texts", partial(texts_cell, measure="positions"))]
     for label, name in {"to the best softmax": SOFTMAX, "to the best window": WINDOWED}.items():
         rivals = [entry for entry in trained if entry.name.startswith(name)]
         best = min(rivals, key=lambda entry: text_loss(entry.record), default=None)
-        columns.append((label, partial(difference_cell, base=best, losses=text_losses, unit="seeds")))
+        columns.append((label, partial(difference_cell, base=best, losses=losses, unit="seeds")))
     columns += [
         *span_columns("positions", size.shrunk(BOUNDS)),
         ("behind foreign text", swapped_cell),

@@ -181,7 +181,7 @@ def rates_table(entries):
     return table(f"Validation loss by learning rate, seed {SEEDS[0]}", columns, merge_rates(entries).values())
 
 
-def best_table(title, entries, columns=()):
+def best_table(title, entries, columns):
     """Return the table of the best rates, with columns beside losses and differences to the best softmax.
 
     Differences have 95% confidence intervals.
