@@ -22,7 +22,7 @@ from sympow.experiments.recipe import CONTENDERS, MEMORY, MUON, speed_run
 from sympow.experiments.report import (
     bytes_column,
     difference_cell,
-    losses_by_seed,
+    losses_by_text,
     mean_difference,
     span_columns,
     table,
@@ -116,18 +116,18 @@ def text_loss(record):
 def report(entries, size):
     """Return the table, without a figure."""
     trained = [entry for entry in entries.values() if not entry.name.endswith(", speed")]
-    losses = partial(losses_by_seed, loss=text_loss)
     columns = [("tokens", tokens_cell), ("held-out texts", partial(texts_cell, measure="positions"))]
     for label, name in {"to the best softmax": SOFTMAX, "to the best window": WINDOWED}.items():
         rivals = [entry for entry in trained if entry.name.startswith(name)]
         best = min(rivals, key=lambda entry: text_loss(entry.record), default=None)
-        columns.append((label, partial(difference_cell, base=best, losses=losses, unit="seeds")))
+        columns.append((label, partial(difference_cell, base=best, losses=losses_by_text)))
     columns += [
         *span_columns("positions", size.shrunk(BOUNDS)),
         ("behind foreign text", swapped_cell),
         bytes_column(size.shrunk(MEMORY)),
     ]
-    title = f"{SECONDS / size.fewer:.0f} seconds of training steps each; differences have 95% confidence intervals"
+    seconds = f"{SECONDS / size.fewer:.0f} seconds"
+    title = f"{seconds} of training steps each; differences have 95% confidence intervals over the texts"
     return [table(title, columns, trained)], None
 
 

@@ -106,9 +106,9 @@ def difference_cell(entry, base, losses, unit=""):
     return f"{mean} ({count} {unit})" if unit and count > 1 else mean
 
 
-def losses_by_seed(entry, loss=val_loss):
-    """Return {(seed, seed): loss(record)}. Models of one seed read the same batches, and rise and fall together."""
-    return {(record["settings"]["seed"],) * 2: loss(record) for record in entry.records}
+def losses_by_seed(entry):
+    """Return {(seed, seed): validation loss}. Models of one seed read the same batches, and rise and fall together."""
+    return {(record["settings"]["seed"],) * 2: val_loss(record) for record in entry.records}
 
 
 def losses_by_text(entry):
