@@ -122,7 +122,7 @@ def report(entries, size):
         best = min(rivals, key=lambda entry: text_loss(entry.record), default=None)
         columns.append((label, partial(difference_cell, base=best, losses=losses_by_text)))
     columns += [
-        *span_columns("positions", size.shrunk(BOUNDS)),
+        *span_columns(size.shrunk(BOUNDS)),
         ("behind foreign text", swapped_cell),
         bytes_column(size.shrunk(MEMORY)),
     ]

@@ -5,7 +5,6 @@ python -m experiments.measure RUN        # RUN: a Run as JSON
 
 import json
 import sys
-from functools import partial
 from itertools import pairwise
 from statistics import median
 
@@ -45,16 +44,16 @@ def main(run):
 # ---- measurements: each takes the model, trained or on the meta device, the dataset and the arguments of the plan
 
 
-def positions(model, dataset, length, documents, skip, window=0, bounds=(), read=None):
+def positions(model, dataset, length, documents, skip, window=0, bounds=()):
     """Return texts, the mean loss of each held-out text of `length` tokens, and spans, the mean losses of all of them
     between positions that are neighbours in bounds.
 
     skip: leave out the texts in the first tokens of the held-out split, as many as validation reads. window: read in
     windows of so many tokens that overlap by half, so that a token sees between half a window and a whole one; 0: read
-    on with the state. read: a function with the arguments and the result of `read_text`, None for `read_text`.
+    on with the state.
     """
     texts = [read_tokens(dataset, start, length) for _, start in find_texts(dataset, length, documents, skip)]
-    losses = np.array([(read or read_text)(model, *text, window) for text in texts])
+    losses = np.array([read_text(model, *text, window) for text in texts])
     spans = [losses[:, begin:end].mean() for begin, end in pairwise(bounds)]
     return dict(texts=losses.mean(1).tolist(), spans=spans)
 
@@ -125,37 +124,6 @@ def speed(model, dataset, contexts, tokens):
     return speeds
 
 
-@AUTOCAST
-@torch.inference_mode()
-def likeness(model, dataset, teacher, bounds, branches, skip):
-    """Return {branch: {"kl": as of `positions`, "recall": {spans}, "size": as of `model_size`}} of a model.
-
-    kl: KL(teacher || model) in the place of losses, of 64 held-out texts. recall: the shares of right answers where a
-    question is between neighbouring bounds behind its pair, in 256 texts of mqar_task.py. A model that was not trained
-    for them chooses among the 32 values of a text. The last one of the bounds is the length of all texts. teacher: a
-    path for `load_run`. branches: {name: WindowPower.bias}, with {"": 0} for the whole model. skip: as of `positions`.
-    """
-    teacher = load_run(teacher, DEVICE)[1]
-    measured = {}
-    for branch, bias in branches.items():
-        for attention in model.attentions():
-            attention.bias = bias
-        kl = positions(model, dataset, bounds[-1], 64, skip, bounds=bounds, read=partial(divergences, teacher=teacher))
-        logits, places, values = mqar_task.answers(model, 256, bounds[-1], 32, dataset.vocab_size)
-        pair = torch.arange(32, device=DEVICE)
-        right = (logits.take_along_dim(values[:, None], 2).argmax(2) == pair).float()
-        gaps = places - 2 * pair
-        recall = [right[(begin <= gaps) & (gaps < end)].mean().item() for begin, end in pairwise(bounds)]
-        measured[branch] = dict(kl=kl, recall=dict(spans=recall), size=model_size(model, dataset, bounds[1:]))
-    return measured
-
-
-def divergences(model, inputs, targets, window, teacher):
-    """Return KL(teacher || model) [length] float64 at the inputs of one text, which are read at once."""
-    log_s, log_t = (reader(inputs.to(DEVICE))[0][0].double().log_softmax(1) for reader in (model, teacher))
-    return (log_t.exp() * (log_t - log_s)).sum(1).cpu().numpy()
-
-
 def model_size(model, dataset, lengths):
     """Return {parameters: their number, bytes: kept by generation after each of these lengths}.
 
@@ -173,7 +141,6 @@ MEASURES = {
     "positions": positions,
     "far": positions,
     "swapped": swapped_context,
-    "likeness": likeness,
     "mqar": mqar_task.recall,
     "speed": speed,
     "size": model_size,

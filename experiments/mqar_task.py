@@ -110,15 +110,7 @@ def read_questions(hidden, ids, places):
 @torch.inference_mode()
 def right_answers(model, task, length, pairs):
     """Return the share of right answers in a test."""
-    logits, _, values = answers(model, TEST_TEXTS, length, pairs, task.vocab_size)
-    return (logits.argmax(-1) == values).float().mean().item()
-
-
-def answers(model, texts, *sizes):
-    """Return (logits [texts, pairs, vocab_size] at the questions, places, values), the last two as of `make_texts`.
-
-    sizes: length, pairs and vocab_size of `make_texts`.
-    """
-    generator = torch.Generator(DEVICE).manual_seed(10**6)  # no seed of training
-    ids, places, values = make_texts(generator, texts, *sizes)
-    return model.logits(read_questions(model.hidden, ids, places)), places, values
+    texts = torch.Generator(DEVICE).manual_seed(10**6)  # no seed of training
+    ids, places, values = make_texts(texts, TEST_TEXTS, length, pairs, task.vocab_size)
+    answers = model.logits(read_questions(model.hidden, ids, places)).argmax(-1)
+    return (answers == values).float().mean().item()

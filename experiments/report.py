@@ -72,14 +72,13 @@ def texts_cell(entry, measure):
     return spread([fmean(measured["texts"]) for measured in entry.measured(measure)])
 
 
-def span_columns(measure, bounds, prefix=""):
-    """Return the columns of the means between positions that are neighbours in bounds. prefix: of their names."""
+def span_columns(bounds):
+    """Return the columns of the mean losses of texts between positions that are neighbours in bounds."""
 
     def cell(entry, index):
-        return spread([measured["spans"][index] for measured in entry.measured(measure)])
+        return spread([measured["spans"][index] for measured in entry.measured("positions")])
 
-    names = [f"{prefix}{first:,} to {last:,}" for first, last in pairwise(bounds)]
-    return [(name, partial(cell, index=i)) for i, name in enumerate(names)]
+    return [(f"{first:,} to {last:,}", partial(cell, index=i)) for i, (first, last) in enumerate(pairwise(bounds))]
 
 
 def mean_difference(differences):

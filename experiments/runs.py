@@ -124,15 +124,15 @@ SIZES = {
 def make_run(size, name, settings, rate, seed=SEEDS[0]):
     """Return the Run of a model that is trained with a warm-up and a decay in the last fifth, without measures.
 
-    settings: train.py's, and three more: steps, if they are not 1,000; context, if it is not CONTEXT; and heads, their
-    dimension. The Size divides lengths, heads and steps.
+    settings: train.py's, and two more: steps, if they are not 1,000; and heads, their dimension. The Size divides
+    lengths, heads and steps.
     """
     settings = dict(settings)
-    context = settings.pop("context", CONTEXT) // size.shrink
+    context = CONTEXT // size.shrink
     steps = settings.pop("steps", 1000) // size.fewer
     interval = -(-steps // 12)
     if "window" in settings:
-        settings["window"] = max(2, settings["window"] // size.shrink)
+        settings["window"] //= size.shrink
     if heads := settings.pop("heads", 0):
         head_dim = heads if size.full else heads // 8
         settings |= dict(n_head=size.model["n_embd"] // head_dim, head_dim=head_dim)
