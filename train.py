@@ -114,19 +114,13 @@ class Run:
     checkpoint_seconds: float = 0.0  # spent on waiting for checkpoints since the last logged step
 
 
-def main(prepare=None, config=TrainConfig):
-    """Train the run that the command line describes.
-
-    prepare: a function of the Run that is called before training, or None. config: TrainConfig, or a subclass that has
-    more settings.
-    """
+def main():
+    """Train the run that the command line describes."""
     ranks = Ranks()
     with exit_statuses(ranks), ExitStack() as stack:
         with waiting("setting up", ranks.master):
-            run = set_up(sys.argv[1:], ranks, stack, config)
+            run = set_up(sys.argv[1:], ranks, stack)
         if not run.plan.cfg.eval_only:
-            if prepare:
-                prepare(run)
             train(run)
         elif evaluate(run) is None:
             raise Failed(f"the evaluation is not finished: {reason_to_stop(run)}")
@@ -136,15 +130,15 @@ def main(prepare=None, config=TrainConfig):
             run.tracker.finish()
 
 
-def set_up(argv, ranks, stack, config):
+def set_up(argv, ranks, stack):
     """Return the Run: refuse mistakes before anything is allocated or written, join the other ranks, make the model.
 
     The lock on out_dir and the Writer are entered into the ExitStack.
     """
     from_data = ("vocab_size", "reset_token")  # settings of the model that cannot be given
-    values, names = read_settings(dict.fromkeys((TrainConfig, config, GPTConfig)), argv, from_data, usage=__doc__)
+    values, names = read_settings((TrainConfig, GPTConfig), argv, from_data, usage=__doc__)
     try:
-        cfg = config(**fields_of(config, values))
+        cfg = TrainConfig(**fields_of(TrainConfig, values))
         cfg.out_dir = os.path.normpath(cfg.out_dir or os.path.join("out", "-".join(names) or "train"))
         records = ranks.master and not cfg.eval_only
         lock = records and checkpoint.exists(cfg.out_dir) and stack.enter_context(folder.lock_out_dir(cfg.out_dir))
