@@ -21,15 +21,14 @@ from statistics import fmean
 from sympow.experiments.recipe import CONTENDERS, MEMORY, MUON, speed_run
 from sympow.experiments.report import (
     bytes_column,
-    difference_cell,
-    losses_by_text,
     mean_difference,
     span_columns,
     table,
     texts_cell,
+    texts_column,
     tokens_cell,
 )
-from sympow.experiments.runs import CONTEXT, LONG, SEEDS, WINDOW, least_loss, main, make_run
+from sympow.experiments.runs import CONTEXT, LONG, SEEDS, WINDOW, main, make_run
 
 NAME, RATE = "long_texts", 9.6e-3
 SECONDS = 100.0  # of training steps, in which p = 2 with heads of 64 takes 151 M tokens
@@ -65,10 +64,11 @@ def plan(size):
         if not record:
             speeds.append(speed)
             continue
-        runs = [timed_run(size, name, way, record) for way in SHARES]
-        first_seeds += runs
-        if size.full and (best := least_loss(runs, known, text_loss)):
-            way = best.name.rpartition(", ")[2]
+        runs = {way: timed_run(size, name, way, record) for way in SHARES}
+        first_seeds += runs.values()
+        losses = {way: text_loss(trained) for way, run in runs.items() if (trained := run.find(known))}
+        if size.full and len(losses) == len(SHARES):
+            way = min(losses, key=losses.get)
             more_seeds += [timed_run(size, name, way, record, seed) for seed in SEEDS[1:3]]
     return speeds + first_seeds + more_seeds
 
@@ -83,7 +83,7 @@ def timed_run(size, name, way, record, seed=SEEDS[0]):
     short, long = (speed / size.tokens_per_step for speed in record["measures"]["speed"].values())  # steps a second
     first = round(share * seconds * short)
     last = max(12, round((1 - share) * seconds * long)) if share < 1 else 0
-    settings = dict(steps=(first + last) * size.fewer)
+    settings = dict(steps=first + last)
     if last:
         settings["then"] = f"{LONG // size.shrink}@{first}"
         if (at_long := last / (first + last)) > FEW:
@@ -120,7 +120,7 @@ def report(entries, size):
     for label, name in {"to the best softmax": SOFTMAX, "to the best window": WINDOWED}.items():
         rivals = [entry for entry in trained if entry.name.startswith(name)]
         best = min(rivals, key=lambda entry: text_loss(entry.record), default=None)
-        columns.append((label, partial(difference_cell, base=best, losses=losses_by_text)))
+        columns.append(texts_column(label, best))
     columns += [
         *span_columns(size.shrunk(BOUNDS)),
         ("behind foreign text", swapped_cell),

@@ -7,7 +7,7 @@ not gated, gates of a layer's heads that begin at sigmoid(1) to sigmoid(6)). Oth
 experiments.recipe.
 """
 
-from sympow.experiments.report import difference_columns, loss_cell, table
+from sympow.experiments.report import loss_cell, seeds_column, table
 from sympow.experiments.runs import main, make_run
 
 RATE = 2.4e-3
@@ -36,8 +36,8 @@ def plan(size):
 
 def report(entries, size):
     """Return the table of the parts, without a figure."""
-    to_p2, _ = difference_columns(entries.get("p=2"), "to p=2", "")
-    return [table("One factor at a time", [("val loss", loss_cell), to_p2], entries.values())], None
+    columns = [("val loss", loss_cell), seeds_column("to p=2", entries.get("p=2"))]
+    return [table("One factor at a time", columns, entries.values())], None
 
 
 if __name__ == "__main__":

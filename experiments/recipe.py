@@ -22,12 +22,13 @@ from sympow.experiments.parts import AROUND, BASE, CONVOLUTION
 from sympow.experiments.report import (
     Entry,
     bytes_column,
-    difference_columns,
     entries_of,
     loss_cell,
     parameters_cell,
+    seeds_column,
     table,
     texts_cell,
+    texts_column,
     tokens_cell,
     val_loss,
 )
@@ -71,11 +72,8 @@ def plan(size):
 
     Of size tiny all contenders have one rate and one seed, and two of them a speed.
     """
-    records, rates = size.records(NAME), RATES if size.full else RATES[:1]
-    searches = {}
-    for name, settings in CONTENDERS.items():
-        highest = 1 if "sympow" in settings["attention"] else HIGHEST
-        searches[name] = search(partial(tuned, size, name), records, rates, highest * size.full)
+    records = size.records(NAME)
+    searches = {name: search(size, name, records) for name in CONTENDERS}
     runs = [run for tried, _ in searches.values() for run in tried]
     best = {name: min(zip(losses.values(), losses)) for name, (_, losses) in searches.items() if losses}
     if size.full and len(best) == len(CONTENDERS):
@@ -86,22 +84,23 @@ def plan(size):
     return runs + [speed_run(size, name) for name in CONTENDERS][: None if size.full else 2]
 
 
-def search(make_run, records, rates, highest):
-    """Return the Runs make_run(rate) that are tried, and {rate: validation loss} once all of them have records.
+def search(size, name, records):
+    """Return the Runs of a contender that are tried, and {rate: validation loss} once all of them have records.
 
-    The next rate is tried too while the best one lies on the edge, up to `highest`; 0: none. Before all have records,
-    the losses are {}.
+    The next rate is tried too while the best one lies on the edge; without a power up to HIGHEST, of size tiny none.
+    Before all have records, the losses are {}.
     """
-    runs = []
+    highest = 1 if "sympow" in CONTENDERS[name]["attention"] else HIGHEST
+    rates, runs = RATES if size.full else RATES[:1], []
     while rates:
-        runs += map(make_run, rates)
+        runs += [tuned(size, name, rate) for rate in rates]
         records_of_runs = [run.find(records) for run in runs]
         if None in records_of_runs:
             return runs, {}
         losses = {record["settings"]["learning_rate"]: val_loss(record) for record in records_of_runs}
         best = min(losses, key=losses.get)
         edges = {max(losses): best * EDGE, min(losses): best / EDGE}
-        rates = [edges[best]] if best in edges and edges[best] <= highest else []
+        rates = [edges[best]] if size.full and best in edges and edges[best] <= highest else []
     return runs, losses
 
 
@@ -188,10 +187,13 @@ def best_table(title, entries, columns):
     """
     best = best_rates(entries)
     softmax = min((best[name] for name in SOFTMAX if name in best), key=lambda entry: entry.loss, default=None)
-    to_softmax, by_text = difference_columns(softmax, "to softmax's best", "other texts, to softmax's best")
-    to_forgetting, _ = difference_columns(best.get("forgetting"), "to forgetting", "")
-    columns = [("validation loss", loss_cell), to_softmax, to_forgetting, *columns, by_text]
-    return table(title, columns, best.values())
+    first = [
+        ("validation loss", loss_cell),
+        seeds_column("to softmax's best", softmax),
+        seeds_column("to forgetting", best.get("forgetting")),
+    ]
+    last = texts_column("other texts, to softmax's best", softmax)
+    return table(title, [*first, *columns, last], best.values())
 
 
 def speeds_cell(entry, speeds):

@@ -119,10 +119,14 @@ def losses_by_text(entry):
     return losses
 
 
-def difference_columns(base, label, text_label):
-    """Return the columns of the differences to the Entry base over the seeds, and over the texts."""
-    by_seed = partial(difference_cell, base=base, losses=losses_by_seed, unit="seeds")
-    return [(label, by_seed), (text_label, partial(difference_cell, base=base, losses=losses_by_text))]
+def seeds_column(label, base):
+    """Return the column of the differences to the Entry base over the seeds."""
+    return label, partial(difference_cell, base=base, losses=losses_by_seed, unit="seeds")
+
+
+def texts_column(label, base):
+    """Return the column of the differences to the Entry base over the texts in windows."""
+    return label, partial(difference_cell, base=base, losses=losses_by_text)
 
 
 def parameters_cell(entry):

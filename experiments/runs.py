@@ -25,7 +25,7 @@ from sympow.compare import read_losses
 from sympow.data import DataError
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_atomically
-from sympow.experiments.report import entries_of, plot, val_loss
+from sympow.experiments.report import entries_of, plot
 from sympow.runs import checkpoint
 from sympow.runs.folder import fingerprint
 from sympow.runs.program import Parser, refuse
@@ -124,12 +124,12 @@ SIZES = {
 def make_run(size, name, settings, rate, seed=SEEDS[0]):
     """Return the Run of a model that is trained with a warm-up and a decay in the last fifth, without measures.
 
-    settings: train.py's, and two more: steps, if they are not 1,000; and heads, their dimension. The Size divides
-    lengths, heads and steps.
+    settings: train.py's, and two more: steps, if they are not 1,000 divided by `fewer`; and heads, their dimension. The
+    Size divides lengths and heads.
     """
     settings = dict(settings)
     context = CONTEXT // size.shrink
-    steps = settings.pop("steps", 1000) // size.fewer
+    steps = settings.pop("steps", 1000 // size.fewer)
     interval = -(-steps // 12)
     if "window" in settings:
         settings["window"] //= size.shrink
@@ -153,14 +153,6 @@ def make_run(size, name, settings, rate, seed=SEEDS[0]):
         seed=seed,
     )
     return Run(name, size.dataset, RECIPE | size.model | schedule | settings, {})
-
-
-def least_loss(runs, records, loss=val_loss):
-    """Return the Run with the least loss(record), or None before all of them have records."""
-    records_of_runs = [run.find(records) for run in runs]
-    if None not in records_of_runs:
-        losses = list(map(loss, records_of_runs))
-        return runs[losses.index(min(losses))]
 
 
 def main(name, plan, report, corpus="source_bpe"):

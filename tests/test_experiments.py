@@ -172,7 +172,7 @@ def test_a_difference_has_a_confidence_interval_over_the_seeds_that_both_have():
         return Entry("", [dict(settings={"seed": seed}, val=[[1, loss]]) for seed, loss in losses.items()])
 
     base = row(a=0.9, b=1.9, c=0.9, e=7.0)
-    _, cell = report.difference_columns(base, "", "")[0]
+    _, cell = report.seeds_column("", base)
     # 4.303 standard errors of 0.1 / sqrt(3)
     assert cell(row(d=5.0, c=1.2, b=2.1, a=1.0)) == "+0.2000 ± 0.2484 (3 seeds)"
     assert cell(row(d=5.0, a=1.0)) == "+0.1000" and cell(row(d=5.0)) is None and cell(base) is None
@@ -183,7 +183,7 @@ def test_a_difference_over_many_texts_takes_the_mean_of_the_seeds_that_both_have
         records = [dict(settings={"seed": s}, measures=dict(positions=dict(texts=x))) for s, x in losses.items()]
         return Entry("", [*records, dict(settings={"seed": "not measured"})])
 
-    _, (_, cell) = report.difference_columns(row(a=64 * [1.0], b=64 * [2.0], c=64 * [9.0]), "", "")
+    _, cell = report.texts_column("", row(a=64 * [1.0], b=64 * [2.0], c=64 * [9.0]))
     both, one = row(a=[2.0, 4.0] * 32, b=64 * [3.0], d=64 * [0.0]), row(b=[2.0, 4.0] * 32)
     assert cell(both) == "+1.5000 ± 0.1342" and cell(one) == "+1.0000 ± 0.2685"  # 2.131 / sqrt(63)
     assert cell(row(d=64 * [0.0])) is None
