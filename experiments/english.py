@@ -14,6 +14,7 @@ from functools import partial
 from sympow.experiments import larger
 from sympow.experiments.long_texts import WINDOWED
 from sympow.experiments.recipe import RATES, best_rates, report_beside, trained, tuned
+from sympow.experiments.report import entries_of
 from sympow.experiments.runs import SEEDS, main
 
 NAMES = (*larger.NAMES, f"{WINDOWED}, output gate")
@@ -21,7 +22,7 @@ NAMES = (*larger.NAMES, f"{WINDOWED}, output gate")
 
 def plan(size):
     """Return the runs, the first seed of all before the others. Of size tiny there is one seed."""
-    best = best_rates(trained(size.records("recipe").values()))
+    best = best_rates(trained(entries_of(size.records("recipe").values())))
     rates = {name: best[name].record["settings"]["learning_rate"] if name in best else RATES[0] for name in NAMES}
     seeds = SEEDS[: 3 if size.full else 1]
     return [tuned(size, name, rate, seed) for seed in seeds for name, rate in rates.items()]

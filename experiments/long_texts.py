@@ -14,7 +14,6 @@ the last 8,192: a model that uses what is far away loses by it.
     pip install flash-linear-attention      # for forgetting, on GPUs
 """
 
-from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
@@ -90,14 +89,13 @@ def timed_run(size, name, way, record, seed=SEEDS[0]):
             settings["decay_share"] = round(at_long, 4)
         if name == SOFTMAX:
             settings["rope_base"] = ROPE_BASE
-    run = make_run(size, f"{name}, {way}", CONTENDERS[name] | MUON | settings, RATE, seed)
     texts = dict(length=LONG // size.shrink, documents=4 * size.documents, skip=size.eval_tokens)
     measures = dict(positions=texts | dict(bounds=size.shrunk(BOUNDS)), size=dict(lengths=size.shrunk(MEMORY)))
     if last or name != SOFTMAX:
         measures["swapped"] = texts | dict(last=CONTEXT // size.shrink)
     else:
         measures["positions"]["window"] = CONTEXT // size.shrink
-    return replace(run, measures=measures)
+    return make_run(size, f"{name}, {way}", CONTENDERS[name] | MUON | settings, RATE, seed, measures)
 
 
 # ---- the report

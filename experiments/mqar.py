@@ -65,7 +65,7 @@ def best(entry):
 
 def report(entries, size):
     """Return the table of accuracies by number of pairs, without a figure."""
-    contenders = list(merge_rates(entries.values()).values())
+    contenders = merge_rates(entries.values())
     columns = [
         (f"bytes after {LENGTH:,} tokens", lambda entry: best(entry)["size"]["bytes"][0]),
         ("rate", lambda entry: best(entry)["mqar"]["rate"]),

@@ -15,7 +15,6 @@ are larger than keys and values of the training context: softmax with a convolut
 Models named speed are new ones that train on random tokens, alone on a card.
 """
 
-from dataclasses import replace
 from functools import partial
 
 from sympow.experiments.parts import AROUND, BASE, CONVOLUTION
@@ -109,12 +108,12 @@ def tuned(size, name, rate, seed=SEEDS[0], **settings):
 
     It reads texts that validation does not read: in windows and, if the model can, at once.
     """
-    run = make_run(size, f"{name}, lr {rate:g}", CONTENDERS[name] | MUON | settings, rate, seed)
+    settings = CONTENDERS[name] | MUON | settings
     texts = dict(length=LONG // size.shrink, documents=size.documents, skip=size.eval_tokens)
     measures = dict(size=dict(lengths=size.shrunk(MEMORY)), positions=texts | dict(window=CONTEXT // size.shrink))
-    if "softmax" not in run.settings["attention"] or "window" in run.settings:
+    if "softmax" not in settings["attention"] or "window" in settings:
         measures["far"] = texts
-    return replace(run, measures=measures)
+    return make_run(size, f"{name}, lr {rate:g}", settings, rate, seed, measures)
 
 
 def speed_run(size, name):
@@ -133,12 +132,12 @@ def contender_of(entry):
 
 
 def merge_rates(entries):
-    """Return {contender: the Entry with the records of all its rates}."""
+    """Return an Entry of each contender, with the records of all its rates."""
     contenders = {}
     for entry in entries:
         name = contender_of(entry)
         contenders.setdefault(name, Entry(name, [])).records.extend(entry.records)
-    return contenders
+    return list(contenders.values())
 
 
 def best_rates(entries):
@@ -149,15 +148,15 @@ def best_rates(entries):
     return best
 
 
-def trained(records, names=CONTENDERS, suffix=""):
-    """Return the Entries of this experiment's records of contenders, in the order of their names.
+def trained(entries, names=CONTENDERS, suffix=""):
+    """Return the Entries of trained contenders, from this experiment's {name: Entry}, in the order of names.
 
     suffix: ", AdamW" for those that were trained with it. It is left out of the Entries' names.
     """
     return [
         Entry(entry.name.replace(suffix, ""), entry.records)
         for name in names
-        for entry in entries_of(records).values()
+        for entry in entries.values()
         if entry.name.startswith(f"{name}{suffix}, lr ")
     ]
 
@@ -177,7 +176,7 @@ def rates_table(entries):
     """Return the table of the first seed's losses by rate, of Entries named CONTENDER, lr RATE."""
     rates = sorted({rate for entry in entries for rate in first_losses(entry)})
     columns = [(rate, lambda entry, rate=rate: first_losses(entry).get(rate)) for rate in rates]
-    return table(f"Validation loss by learning rate, seed {SEEDS[0]}", columns, merge_rates(entries).values())
+    return table(f"Validation loss by learning rate, seed {SEEDS[0]}", columns, merge_rates(entries))
 
 
 def best_table(title, entries, columns):
@@ -214,14 +213,13 @@ def measured_columns(size):
 
 def report(entries, size):
     """Return the tables of all rates and of the best ones, and the loss over the bytes that are kept."""
-    records = [record for entry in entries.values() for record in entry.records]
     speeds = {contender_of(entry): entry for entry in entries.values() if entry.name.endswith(", speed")}
     contexts = " / ".join(f"{n:,}" for n in size.shrunk([CONTEXT, LONG]))
     columns = [*measured_columns(size), (f"tokens/s at {contexts}", partial(speeds_cell, speeds=speeds))]
-    tried, blocks, points = trained(records), [], {}
+    tried, blocks, points = trained(entries), [], {}
     if tried:
         blocks = [
-            rates_table(tried + trained(records, suffix=", AdamW")),
+            rates_table(tried + trained(entries, suffix=", AdamW")),
             best_table("The best rates, Muon", tried, columns),
             "Differences have 95% confidence intervals, over the seeds or over the texts.",
         ]
@@ -234,7 +232,8 @@ def report(entries, size):
 
 def report_beside(entries, size, title, names):
     """Return the tables of other models of these contenders, and of this experiment's models, without a figure."""
-    tables = {title: list(entries.values()), "experiments.recipe": trained(size.records(NAME).values(), names)}
+    of_recipe = entries_of(size.records(NAME).values())
+    tables = {title: list(entries.values()), "experiments.recipe": trained(of_recipe, names)}
     columns = [("tokens", tokens_cell), *measured_columns(size)]
     blocks = [rates_table(entries.values())]
     return blocks + [best_table(*rows, columns) for rows in tables.items() if rows[1]], None

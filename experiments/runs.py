@@ -121,11 +121,11 @@ SIZES = {
 }
 
 
-def make_run(size, name, settings, rate, seed=SEEDS[0]):
-    """Return the Run of a model that is trained with a warm-up and a decay in the last fifth, without measures.
+def make_run(size, name, settings, rate, seed=SEEDS[0], measures=None):
+    """Return the Run of a model that is trained with a warm-up and a decay in the last fifth.
 
     settings: train.py's, and two more: steps, if they are not 1,000 divided by `fewer`; and heads, their dimension. The
-    Size divides lengths and heads.
+    Size divides lengths and heads. measures: the Run's, None for none.
     """
     settings = dict(settings)
     context = CONTEXT // size.shrink
@@ -152,7 +152,7 @@ def make_run(size, name, settings, rate, seed=SEEDS[0]):
         min_lr=rate / 10,
         seed=seed,
     )
-    return Run(name, size.dataset, RECIPE | size.model | schedule | settings, {})
+    return Run(name, size.dataset, RECIPE | size.model | schedule | settings, measures or {})
 
 
 def main(name, plan, report, corpus="source_bpe"):
