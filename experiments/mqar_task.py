@@ -110,7 +110,7 @@ def read_questions(hidden, ids, places):
 @torch.inference_mode()
 def right_answers(model, task, length, pairs):
     """Return the share of right answers in a test."""
-    texts = torch.Generator(DEVICE).manual_seed(10**6)  # no seed of training
-    ids, places, values = make_texts(texts, TEST_TEXTS, length, pairs, task.vocab_size)
+    generator = torch.Generator(DEVICE).manual_seed(10**6)  # no seed of training
+    ids, places, values = make_texts(generator, TEST_TEXTS, length, pairs, task.vocab_size)
     answers = model.logits(read_questions(model.hidden, ids, places)).argmax(-1)
     return (answers == values).float().mean().item()
