@@ -18,6 +18,7 @@ import os
 import re
 import subprocess
 import tempfile
+from pathlib import Path
 
 LETTERS = 15_000  # in a file, of at most four bytes each: data/source/prepare.py takes up to 65,536 bytes
 WORDS = 8
@@ -64,15 +65,13 @@ def write_package(package):
     text = max(map("\n".join, prose.values()), key=len)
     for i in range(0, len(text), LETTERS):
         os.makedirs(f"prose/{package}", exist_ok=True)
-        with open(f"prose/{package}/{i // LETTERS:05}.txt", "w", encoding="utf-8") as f:
-            f.write(text[i : i + LETTERS])
+        Path(f"prose/{package}/{i // LETTERS:05}.txt").write_text(text[i : i + LETTERS], encoding="utf-8")
     return f"{package}: {len(text):,} letters"
 
 
 def main():
     """Write all packages, as many at a time as there are processors."""
-    with open(os.path.join(os.path.dirname(__file__), "prose.txt")) as f:
-        packages = f.read().split()
+    packages = Path(__file__).with_name("prose.txt").read_text().split()
     with multiprocessing.Pool() as pool:
         for line in pool.imap_unordered(write_package, packages):
             print(line, flush=True)
