@@ -20,7 +20,7 @@ from statistics import fmean
 from sympow.experiments.recipe import CONTENDERS, MEMORY, MUON, speed_run
 from sympow.experiments.report import (
     bytes_column,
-    mean_difference,
+    mean_of_texts,
     span_columns,
     table,
     texts_cell,
@@ -102,8 +102,8 @@ def timed_run(size, name, way, record, seed=SEEDS[0]):
 
 
 def swapped_cell(entry):
-    """Return how much more loss a text's end has behind foreign text. A text's is the mean over the seeds."""
-    return mean_difference(list(map(fmean, zip(*entry.measured("swapped")))))
+    """Return how much more loss a text's end has behind foreign text."""
+    return mean_of_texts(entry.measured("swapped"))
 
 
 def text_loss(record):
@@ -112,7 +112,7 @@ def text_loss(record):
 
 
 def report(entries, size):
-    """Return the table, without a figure."""
+    """Return the table."""
     trained = [entry for entry in entries.values() if not entry.name.endswith(", speed")]
     columns = [("tokens", tokens_cell), ("held-out texts", partial(texts_cell, measure="positions"))]
     for label, name in {"to the best softmax": SOFTMAX, "to the best window": WINDOWED}.items():
@@ -126,7 +126,7 @@ def report(entries, size):
     ]
     seconds = f"{SECONDS / size.fewer:.0f} seconds"
     title = f"{seconds} of training steps each; differences have 95% confidence intervals over the texts"
-    return [table(title, columns, trained)], None
+    return [table(title, columns, trained)]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from sympow.code import short_hash
 from sympow.experiments.mqar_task import TASKS
 from sympow.experiments.parts import BASE, CONVOLUTION
 from sympow.experiments.recipe import merge_rates
-from sympow.experiments.report import table
+from sympow.experiments.report import format_numbers, table
 from sympow.experiments.runs import SEEDS, Run, main
 
 RATES = (3e-3, 1e-3, 1e-2)
@@ -64,15 +64,15 @@ def best(entry):
 
 
 def report(entries, size):
-    """Return the table of accuracies by number of pairs, without a figure."""
+    """Return the table of accuracies by number of pairs."""
     contenders = merge_rates(entries.values())
     columns = [
-        (f"bytes after {LENGTH:,} tokens", lambda entry: best(entry)["size"]["bytes"][0]),
+        (f"bytes after {LENGTH:,} tokens", lambda entry: format_numbers(best(entry)["size"]["bytes"])),
         ("rate", lambda entry: best(entry)["mqar"]["rate"]),
     ]
     for test in best(contenders[0])["mqar"]["accuracy"]:
         columns.append((test, lambda entry, test=test: f"{best(entry)['mqar']['accuracy'][test]:.1%}"))
-    return [table("Right answers by pairs and tokens, at the best rate", columns, contenders)], None
+    return [table("Right answers by pairs and tokens, at the best rate", columns, contenders)]
 
 
 if __name__ == "__main__":

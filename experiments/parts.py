@@ -35,9 +35,9 @@ def plan(size):
 
 
 def report(entries, size):
-    """Return the table of the parts, without a figure."""
+    """Return the table of the parts."""
     columns = [("val loss", loss_cell), seeds_column("to p=2", entries.get("p=2"))]
-    return [table("One factor at a time", columns, entries.values())], None
+    return [table("One factor at a time", columns, entries.values())]
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from functools import partial
 
 from sympow.experiments.parts import AROUND, BASE, CONVOLUTION
 from sympow.experiments.report import (
-    Entry,
     bytes_column,
     entries_of,
+    format_numbers,
     loss_cell,
     parameters_cell,
+    plot,
     seeds_column,
     table,
     texts_cell,
@@ -127,17 +128,17 @@ def speed_run(size, name):
 
 
 def contender_of(entry):
-    """Return the name of the contender of an Entry that is named CONTENDER, lr RATE or CONTENDER, speed."""
-    return entry.name.rpartition(", ")[0]
+    """Return the name of the contender of an Entry that is named CONTENDER, lr RATE or CONTENDER, speed.
+
+    The contender of CONTENDER, AdamW, lr RATE is the same.
+    """
+    return entry.name.rpartition(", ")[0].removesuffix(", AdamW")
 
 
 def merge_rates(entries):
     """Return an Entry of each contender, with the records of all its rates."""
-    contenders = {}
-    for entry in entries:
-        name = contender_of(entry)
-        contenders.setdefault(name, Entry(name, [])).records.extend(entry.records)
-    return list(contenders.values())
+    records = [record | {"name": contender_of(entry)} for entry in entries for record in entry.records]
+    return list(entries_of(records).values())
 
 
 def best_rates(entries):
@@ -148,17 +149,9 @@ def best_rates(entries):
     return best
 
 
-def trained(entries, names=CONTENDERS, suffix=""):
-    """Return the Entries of trained contenders, from this experiment's {name: Entry}, in the order of names.
-
-    suffix: ", AdamW" for those that were trained with it. It is left out of the Entries' names.
-    """
-    return [
-        Entry(entry.name.replace(suffix, ""), entry.records)
-        for name in names
-        for entry in entries.values()
-        if entry.name.startswith(f"{name}{suffix}, lr ")
-    ]
+def trained(entries, names=CONTENDERS):
+    """Return the Entries that are named NAME, lr RATE, from this experiment's {name: Entry}, in the order of names."""
+    return [entry for name in names for entry in entries.values() if entry.name.startswith(f"{name}, lr ")]
 
 
 def first_losses(entry):
@@ -195,10 +188,10 @@ def best_table(title, entries, columns):
     return table(title, [*first, *columns, last], best.values())
 
 
-def speeds_cell(entry, speeds):
-    """Return the tokens a second in training at both contexts; speeds: {contender: Entry}."""
-    if model := speeds.get(contender_of(entry)):
-        return " / ".join(f"{speed:,.0f}" for speed in model.measured("speed")[0].values())
+def speeds_cell(entry, entries):
+    """Return the tokens a second in training at both contexts; entries: this experiment's {name: Entry}."""
+    if model := entries.get(f"{contender_of(entry)}, speed"):
+        return format_numbers(model.measured("speed")[0].values())
 
 
 def measured_columns(size):
@@ -212,31 +205,29 @@ def measured_columns(size):
 
 
 def report(entries, size):
-    """Return the tables of all rates and of the best ones, and the loss over the bytes that are kept."""
-    speeds = {contender_of(entry): entry for entry in entries.values() if entry.name.endswith(", speed")}
-    contexts = " / ".join(f"{n:,}" for n in size.shrunk([CONTEXT, LONG]))
-    columns = [*measured_columns(size), (f"tokens/s at {contexts}", partial(speeds_cell, speeds=speeds))]
-    tried, blocks, points = trained(entries), [], {}
-    if tried:
-        blocks = [
-            rates_table(tried + trained(entries, suffix=", AdamW")),
-            best_table("The best rates, Muon", tried, columns),
-            "Differences have 95% confidence intervals, over the seeds or over the texts.",
-        ]
+    """Return the tables of all rates and of the best ones, and a figure of the loss over the bytes that are kept."""
+    contexts = format_numbers(size.shrunk([CONTEXT, LONG]))
+    columns = [*measured_columns(size), (f"tokens/s at {contexts}", partial(speeds_cell, entries=entries))]
+    tried, points = trained(entries), {}
     for name, entry in best_rates(tried).items():
         if sizes := entry.measured("size"):
-            points[name] = [sizes[0]["bytes"][-1] / 1e6], [entry.loss]
-    labels = f"MB kept after {MEMORY[-1] // size.shrink:,} tokens", "validation loss, nats a token"
-    return blocks, (points, labels) if points else None
+            points[name] = sizes[0]["bytes"][-1] / 1e6, entry.loss
+    plot(points, f"MB kept after {MEMORY[-1] // size.shrink:,} tokens", f"{size.folder}/{NAME}.png")
+    return [
+        rates_table(tried + trained(entries, [f"{name}, AdamW" for name in CONTENDERS])),
+        best_table("The best rates, Muon", tried, columns),
+        "Differences have 95% confidence intervals, over the seeds or over the texts.",
+        f"![{NAME}]({NAME}.png)",
+    ]
 
 
 def report_beside(entries, size, title, names):
-    """Return the tables of other models of these contenders, and of this experiment's models, without a figure."""
-    of_recipe = entries_of(size.records(NAME).values())
-    tables = {title: list(entries.values()), "experiments.recipe": trained(of_recipe, names)}
+    """Return the tables of other models of these contenders, and of this experiment's models."""
     columns = [("tokens", tokens_cell), *measured_columns(size)]
-    blocks = [rates_table(entries.values())]
-    return blocks + [best_table(*rows, columns) for rows in tables.items() if rows[1]], None
+    blocks = [rates_table(entries.values()), best_table(title, entries.values(), columns)]
+    if smaller := trained(entries_of(size.records(NAME).values()), names):
+        blocks.append(best_table("experiments.recipe", smaller, columns))
+    return blocks
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 Entry("softmax", records)                               # a row: one record for each seed
 table("Loss", [("val loss", loss_cell)], entries)       # Markdown
-plot({"softmax": (x, y)}, ("MB", "loss, nats"), "loss.png")
+plot({"softmax": (52.8, 1.66)}, "MB", "loss.png")
 
-A cell is a function of an Entry that returns a text, a whole number, or None for what was not measured.
+A cell is a function of an Entry that returns a text or a number, and None or [] for what was not measured.
 """
 
 from dataclasses import dataclass
@@ -90,48 +90,61 @@ def mean_difference(differences):
     return f"{fmean(differences):+.4f} ± {error:.4f}"
 
 
-def difference_cell(entry, base, losses, unit=""):
-    """Return the mean difference to the Entry base, if there is one, over the keys and seeds that both share.
+def mean_of_texts(differences):
+    """Return the mean of lists with a difference of each text, one list for each seed, and its interval over texts."""
+    return mean_difference([*map(fmean, zip(*differences))])
 
-    losses: a function of an Entry that returns {(key, seed): loss}; the interval is over the keys. unit: a name of the
-    keys, with which they are counted.
+
+def pairs_of_seeds(entry, base):
+    """Return [(record, base's record)] of the seeds that both Entries have, [] for base itself or if base is None.
+
+    Models of one seed read the same batches, and rise and fall together.
     """
     if base in (None, entry):
-        return None
-    values, base_values, differences = losses(entry), losses(base), {}
-    for key, seed in values.keys() & base_values.keys():
-        differences.setdefault(key, []).append(values[key, seed] - base_values[key, seed])
-    mean, count = mean_difference([*map(fmean, differences.values())]), len(differences)
-    return f"{mean} ({count} {unit})" if unit and count > 1 else mean
-
-
-def losses_by_seed(entry):
-    """Return {(seed, seed): validation loss}. Models of one seed read the same batches, and rise and fall together."""
-    return {(record["settings"]["seed"],) * 2: val_loss(record) for record in entry.records}
-
-
-def losses_by_text(entry):
-    """Return {(number of a text in windows, seed): loss}, {} if it was not measured."""
-    losses = {}
-    for record in entry.records:
-        measured = record.get("measures", {}).get("positions", {})
-        losses |= {(i, record["settings"]["seed"]): loss for i, loss in enumerate(measured.get("texts", ()))}
-    return losses
+        return []
+    return [
+        (record, base_record)
+        for record in entry.records
+        for base_record in base.records
+        if record["settings"]["seed"] == base_record["settings"]["seed"]
+    ]
 
 
 def seeds_column(label, base):
     """Return the column of the differences to the Entry base over the seeds."""
-    return label, partial(difference_cell, base=base, losses=losses_by_seed, unit="seeds")
+
+    def cell(entry):
+        pairs = pairs_of_seeds(entry, base)
+        differences = [val_loss(record) - val_loss(base_record) for record, base_record in pairs]
+        mean, count = mean_difference(differences), len(differences)
+        return f"{mean} ({count} seeds)" if count > 1 else mean
+
+    return label, cell
 
 
 def texts_column(label, base):
     """Return the column of the differences to the Entry base over the texts in windows."""
-    return label, partial(difference_cell, base=base, losses=losses_by_text)
+
+    def texts(record):
+        return record.get("measures", {}).get("positions", {}).get("texts", ())
+
+    def cell(entry):
+        pairs = pairs_of_seeds(entry, base)
+        differences = [[x - y for x, y in zip(texts(record), texts(base_record))] for record, base_record in pairs]
+        return mean_of_texts(filter(None, differences))
+
+    return label, cell
 
 
 def parameters_cell(entry):
     """Return the number of parameters."""
-    return next((size["parameters"] for size in entry.measured("size")), None)
+    sizes = entry.measured("size")
+    return sizes and f"{sizes[0]['parameters']:,}"
+
+
+def format_numbers(numbers, decimals=0):
+    """Return numbers as one text: "4,096 / 65,536"."""
+    return " / ".join(f"{n:,.{decimals}f}" for n in numbers)
 
 
 def bytes_column(lengths):
@@ -139,9 +152,9 @@ def bytes_column(lengths):
 
     def cell(entry):
         sizes = entry.measured("size")
-        return sizes and " / ".join(f"{size / 1e6:,.1f}" for size in sizes[0]["bytes"])
+        return sizes and format_numbers([size / 1e6 for size in sizes[0]["bytes"]], decimals=1)
 
-    return f"MB after {' / '.join(f'{n:,}' for n in lengths)}", cell
+    return f"MB after {format_numbers(lengths)}", cell
 
 
 def tokens_cell(entry):
@@ -160,17 +173,14 @@ def table(title, columns, entries):
     names = ", ".join(sorted(corpora))
     if len(corpora) > 1:
         refuse(f"runs on different corpora are not put into one table: {names}")
-    rows = []
-    for entry in entries:
-        values = [cell(entry) for _, cell in columns]
-        rows.append([entry.name, *(f"{x:,}" if isinstance(x, int) else str(x or "-") for x in values)])
+    rows = [[entry.name, *(str(cell(entry) or "-") for _, cell in columns)] for entry in entries]
     return f"**{title}** ({names})\n\n" + markdown(["run", *(header for header, _ in columns)], rows)
 
 
-def plot(lines, labels, png):
-    """Draw lines {name: (x, y)} through their points, over a logarithm of x; labels: of the axes of x and y."""
+def plot(points, xlabel, png):
+    """Draw points {name: (x, validation loss)} over a logarithm of x."""
     figure, (axis,) = make_figure(1)
-    for i, (name, points) in enumerate(lines.items()):
-        axis.plot(*points, "os^"[i // len(COLOURS) % 3] + "-", label=name)  # other marks when the colours repeat
-    axis.set(xlabel=labels[0], ylabel=labels[1], xscale="log")
+    for i, (name, point) in enumerate(points.items()):
+        axis.plot(*point, "os^"[i // len(COLOURS) % 3] + "-", label=name)  # other marks when the colours repeat
+    axis.set(xlabel=xlabel, ylabel="validation loss, nats a token", xscale="log")
     save_figure(figure, png)

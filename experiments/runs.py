@@ -1,7 +1,7 @@
-"""Train the runs of an experiment that are missing, then write its tables and its figure.
+"""Train the runs of an experiment that are missing, then write its tables.
 
     make_run(SIZES["small"], "softmax, lr 0.001", dict(attention="softmax"), rate=1e-3)     # a Run, for a plan
-    main("parts", plan, report)         # plan(size) returns Runs, report(entries, size) returns tables and a figure
+    main("parts", plan, report)         # plan(size) returns Runs, report(entries, size) returns tables
 
 Every GPU trains one run at a time with train.py, then measure.py measures its model; without a GPU the CPU does.
 Runs are kept in out/experiments/, named by the hash of their settings: experiments share equal runs, and a
@@ -25,7 +25,7 @@ from sympow.compare import read_losses
 from sympow.data import DataError
 from sympow.data.dataset import Dataset
 from sympow.data.files import read_json, write_atomically
-from sympow.experiments.report import entries_of, plot
+from sympow.experiments.report import entries_of
 from sympow.runs import checkpoint
 from sympow.runs.folder import fingerprint
 from sympow.runs.program import Parser, refuse
@@ -62,10 +62,10 @@ class Run:
         return dict(name=dataset.name, sha256=fingerprint(dataset), tokens={"train": dataset.tokens("train")})
 
     def find(self, records):
-        """Return the record with these settings on this dataset, or None. Older records have fewer settings."""
+        """Return the record with these settings on this dataset, or None."""
         for record in records.values():
             same_corpus = record["corpus"]["name"] == os.path.basename(self.dataset)
-            if same_corpus and RECIPE | record["settings"] == RECIPE | self.settings:
+            if same_corpus and record["settings"] == self.settings:
                 return record
 
 
@@ -158,8 +158,8 @@ def make_run(size, name, settings, rate, seed=SEEDS[0], measures=None):
 def main(name, plan, report, corpus="source_bpe"):
     """Run the experiment of this name with the options of the command line; exit with 3 if runs are missing.
 
-    plan(size) may ask for other runs once there are more records. report(entries, size) returns blocks of Markdown and
-    the arguments of `plot` without its file, or None. corpus: the dataset of size small; "" if the runs need none.
+    plan(size) may ask for other runs once there are more records. report(entries, size) returns blocks of Markdown.
+    corpus: the dataset of size small; "" if the runs need none.
     """
     command = f"python -m experiments.{name}"
     parser = Parser(sys.modules["__main__"].__doc__, prog=command)
@@ -181,14 +181,10 @@ def main(name, plan, report, corpus="source_bpe"):
     if records:
         order = [run.name for run in planned]  # then come records of runs that are not planned any more
         rows = sorted(records.values(), key=lambda record: (*order, record["name"]).index(record["name"]))
-        blocks, figure = report(entries_of(rows), size)
         devices = "; ".join(sorted({record["machine"]["device"] for record in rows}))
-        blocks = [f"# {name}\n\n    {command} --size={args.size}\n\n{devices}", *blocks]
+        blocks = [f"# {name}\n\n    {command} --size={args.size}\n\n{devices}", *report(entries_of(rows), size)]
         if missing:
             blocks.append(f"Not run: {missing}")
-        if figure:
-            plot(*figure, f"{path}.png")
-            blocks.append(f"![{name}]({name}.png)")
         write_atomically(f"{path}.md", ("\n\n".join(blocks) + "\n").encode())
         print(f"wrote {path}.md")
     if missing:
@@ -253,10 +249,11 @@ def make_record(run):
     """Return the record of a run: its settings, corpus and machine, its losses and measurements."""
     machine = environment()
     machine = dict(device=(*machine["gpus"], "CPU")[0], commit=machine["commit"][:10], **machine["versions"])
-    trained = losses(run.folder) if "max_iters" in run.settings else {}
     measures = read_json(f"{run.folder}.json")
     record = dict(name=run.name, settings=run.settings, corpus=run.corpus(), machine=machine, measures=measures)
-    return record | trained
+    if "max_iters" in run.settings:
+        record |= losses(run.folder)
+    return record
 
 
 def losses(folder):

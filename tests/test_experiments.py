@@ -250,7 +250,7 @@ MEASURED = dict(
 
 
 def report_tokens(entries, size):
-    return [table("T", [("tokens", lambda entry: entry.record.get("tokens"))], entries.values())], None
+    return [table("T", [("tokens", lambda entry: entry.record.get("tokens"))], entries.values())]
 
 
 @pytest.fixture
@@ -357,7 +357,7 @@ def test_distances_to_softmax_are_beside_those_of_the_recipe(tmp_path):
     worse, best, smaller = models(1.2, 1.4, 0.0012), models(1.0, 1.1, 0.0006), models(1.2, 1.5, 0.0024)
     write_json(str(tmp_path / "recipe.json"), {"runs": {row.name: row.record for row in smaller}})
     size, rows = replace(SIZES["tiny"], folder=str(tmp_path)), {row.name: row for row in worse + best}
-    (rates, *tables), _ = recipe.report_beside(rows, size, title="T", names=larger.NAMES)
+    rates, *tables = recipe.report_beside(rows, size, title="T", names=larger.NAMES)
     assert "| run | adamw, 0.0006 | adamw, 0.0012 |" in rates and "| p=2, heads of 64 | 1.1000 | 1.4000 |" in rates
     for text, row in zip(tables, ("lr 0.0006 | 1.1000 | +0.1000 |", "lr 0.0024 | 1.5000 | +0.3000 |")):
         assert f"| p=2, heads of 64, {row}" in text and "| 1,000 (2.5 epochs) |" in text
@@ -373,7 +373,7 @@ def test_mistakes_are_one_line(experiment, options, refused):
 def test_tables_in_docs_are_those_of_their_records(name, monkeypatch):
     texts = {}
     monkeypatch.chdir(helpers.ROOT)
-    monkeypatch.setattr(runs, "plot", lambda lines, labels, png: None)
+    monkeypatch.setattr(report, "plot", lambda points, xlabel, png: None)
     monkeypatch.setattr(runs, "write_atomically", texts.__setitem__)
     status = helpers.call(lambda: runpy.run_path(f"experiments/{name}.py", run_name="__main__"), "--minutes=0")
     assert status in (0, 3)
