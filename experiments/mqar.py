@@ -24,7 +24,8 @@ SOFTMAX = dict(attention="softmax", positions="none", convolution=CONVOLUTION, h
 CONTENDERS = {  # "kind: size" -> settings, the most important kind first
     **{f"p=2: heads of {n}": BASE | dict(head_dim=n) for n in (8, 16, 32, 64)},
     **{f"Gated DeltaNet: heads of {n}": dict(attention="gated_deltanet", head_dim=n) for n in (32, 64, 128)},
-    **{f"softmax: window of {n}": SOFTMAX | dict(window=n) for n in (80, 464)},
+    "softmax: window of 80": SOFTMAX | dict(window=80),
+    "softmax: window of 464": SOFTMAX | dict(window=464),
     "softmax: all tokens": SOFTMAX,
     "softmax rotated: all tokens": SOFTMAX | dict(positions="rotary"),
     **{f"p=4: heads of {n}": BASE | dict(p=4, head_dim=n) for n in (8, 16)},

@@ -16,9 +16,11 @@ AROUND = dict(convolution=CONVOLUTION, output_gate=True)
 BASE = dict(attention="sympow_gating", p=2, positions="none", gate_bias=3.0, **AROUND)
 RUNS = {  # name -> settings of runs.make_run, the most important first
     "p=2": BASE,
-    **{f"p=2, gate_bias {bias:g}": BASE | dict(gate_bias=bias) for bias in (2.0, 4.0)},
+    "p=2, gate_bias 2": BASE | dict(gate_bias=2.0),
+    "p=2, gate_bias 4": BASE | dict(gate_bias=4.0),
     "p=2, no output gate": BASE | dict(output_gate=False),
-    **{f"p=2, convolution {n}": BASE | dict(convolution=n) for n in (2, 8)},
+    "p=2, convolution 2": BASE | dict(convolution=2),
+    "p=2, convolution 8": BASE | dict(convolution=8),
     "p=2, no convolution": BASE | dict(convolution=0),
     "p=2, rotary": BASE | dict(positions="rotary"),
     "p=2, weight decay 0.1": BASE | dict(weight_decay=0.1),

@@ -91,7 +91,10 @@ def mean_difference(differences):
 
 
 def mean_of_texts(differences):
-    """Return the mean of lists with a difference of each text, one list for each seed, and its interval over texts."""
+    """Return `mean_difference` over the texts, of each one's mean over the seeds.
+
+    differences: for each seed a list with a difference of each text.
+    """
     return mean_difference([*map(fmean, zip(*differences))])
 
 
