@@ -1,4 +1,4 @@
-"""Measure the model of one run, and write the measurements to FOLDER.json. runs.py starts this program.
+"""Measure the model of one run, and write FOLDER.json: the machine, and the measures. runs.py starts this program.
 
 python -m experiments.measure RUN        # RUN: a Run as JSON
 """
@@ -24,12 +24,13 @@ from sympow.runs.load import load_run
 from sympow.runs.program import refuse, run_program
 from sympow.runs.scores import losses_by_position
 from sympow.runs.settings import fields_of
+from sympow.runs.starts import environment
 
 BATCH = 1 << 16  # tokens of windows that are read together
 
 
 def main(run):
-    """Measure a run and write the measurements to FOLDER.json."""
+    """Measure a run and write the machine and the measurements to FOLDER.json."""
     register()
     dataset = mqar_task.TASKS.get(run.dataset) or Dataset(run.dataset)
     if "max_iters" in run.settings:
@@ -38,7 +39,9 @@ def main(run):
         with torch.device("meta"):
             model = GPT(GPTConfig(vocab_size=dataset.vocab_size, **fields_of(GPTConfig, run.settings)))
     measured = {name: MEASURES[name](model, dataset, **arguments) for name, arguments in run.measures.items()}
-    write_json(f"{run.folder}.json", measured)
+    machine = environment()
+    machine = dict(device=(*machine["gpus"], "CPU")[0], commit=machine["commit"][:10], **machine["versions"])
+    write_json(f"{run.folder}.json", dict(machine=machine, measures=measured))
 
 
 # ---- measurements: each takes the model, trained or on the meta device, the dataset and the arguments of the plan

@@ -29,7 +29,6 @@ from sympow.experiments.report import entries_of
 from sympow.runs import checkpoint
 from sympow.runs.folder import fingerprint
 from sympow.runs.program import Parser, refuse
-from sympow.runs.starts import environment
 
 CONTEXT, WINDOW, LONG = 4096, 2048, 65536  # tokens of training, of a window of softmax, and of long texts
 SEEDS = (1337, 1338, 1339, 1340, 1341)
@@ -247,10 +246,7 @@ def is_complete(run):
 
 def make_record(run):
     """Return the record of a run: its settings, corpus and machine, its losses and measurements."""
-    machine = environment()
-    machine = dict(device=(*machine["gpus"], "CPU")[0], commit=machine["commit"][:10], **machine["versions"])
-    measures = read_json(f"{run.folder}.json")
-    record = dict(name=run.name, settings=run.settings, corpus=run.corpus(), machine=machine, measures=measures)
+    record = dict(name=run.name, settings=run.settings, corpus=run.corpus(), **read_json(f"{run.folder}.json"))
     if "max_iters" in run.settings:
         record |= losses(run.folder)
     return record

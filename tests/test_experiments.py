@@ -262,7 +262,7 @@ def experiment(dataset, tmp_path, monkeypatch):
 
     def commands(run):
         started.append(run.name)
-        write_json(f"{run.folder}.json", MEASURED)
+        write_json(f"{run.folder}.json", dict(machine=dict(device="a GPU"), measures=MEASURED))
         return [["no_such_program" if run.name in failing else "this"]]
 
     def main(*options, name="x", experiment=(plan, report_tokens), **settings):
@@ -402,6 +402,7 @@ def test_an_experiment_trains_measures_and_draws(dataset, tmp_path, monkeypatch,
     records = read_json(f"out/experiments/tiny/{experiment.NAME}.json")["runs"].values()
     trained = [record for record in records if "val" in record]
     assert trained and all(record["val"][-1][1] < 6 for record in trained)
+    assert {record["machine"]["device"] for record in records} == {"CPU"}  # of the programs that measured them
     assert all(len(record["measures"]["positions"]["texts"]) > 1 for record in trained)
     assert os.path.getsize(f"out/experiments/tiny/{experiment.NAME}.md") > 500
 

@@ -117,7 +117,8 @@ def test_the_best_rate_of_each_contender_is_reported(tmp_path, monkeypatch, refu
         share = {3e-3: 0.5, 1e-3: 0.75, 1e-2: 0.25}[run.settings["learning_rate"]]
         shares = dict.fromkeys(("64 in 256", "128 in 512", "256 in 1,024"), share)
         recalled = dict(rate=run.measures["mqar"]["rate"], epochs=9, accuracy=shares)
-        write_json(f"{run.folder}.json", dict(mqar=recalled, size=dict(parameters=7, bytes=[1000])))
+        measures = dict(mqar=recalled, size=dict(parameters=7, bytes=[1000]))
+        write_json(f"{run.folder}.json", dict(machine=dict(device="a GPU"), measures=measures))
         return []
 
     monkeypatch.setattr(mqar.RecallRun, "commands", commands)
