@@ -6,14 +6,14 @@
     python -m experiments.english
 
 Models, steps and tokens are as in experiments.recipe. Rates are the best ones of its records, and are not looked for on
-this corpus. A second table has its losses.
+this corpus.
 """
 
 from functools import partial
 
 from sympow.experiments import larger
 from sympow.experiments.long_texts import WINDOWED
-from sympow.experiments.recipe import RATES, best_rates, report_beside, trained, tuned
+from sympow.experiments.recipe import RATES, best_rates, report_others, trained, tuned
 from sympow.experiments.report import entries_of
 from sympow.experiments.runs import SEEDS, main
 
@@ -29,4 +29,4 @@ def plan(size):
 
 
 if __name__ == "__main__":
-    main("english", plan, partial(report_beside, title="English prose", names=NAMES), corpus="prose")
+    main("english", plan, partial(report_others, title="English prose"), corpus="prose")

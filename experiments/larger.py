@@ -2,8 +2,7 @@
 
 12 layers of a width of 768 read the same corpus in as many steps of as many tokens as experiments.recipe, with the same
 parts and one seed. With a vocabulary of 8,192 they have 98M parameters, so the table calls them 124M by their shape.
-Their rate is half of the recipe's, because larger models want lower ones. A second table has the records of
-experiments.recipe.
+Their rate is half of the recipe's, because larger models want lower ones.
 
     pip install flash-linear-attention      # for forgetting, on GPUs
 """
@@ -12,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from sympow.experiments.long_texts import SOFTMAX
-from sympow.experiments.recipe import report_beside, tuned
+from sympow.experiments.recipe import report_others, tuned
 from sympow.experiments.runs import main
 
 RATE = 4.8e-3
@@ -28,4 +27,4 @@ def plan(size):
 
 
 if __name__ == "__main__":
-    main("larger", plan, partial(report_beside, title="124M", names=NAMES))
+    main("larger", plan, partial(report_others, title="124M"))

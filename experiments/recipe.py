@@ -221,13 +221,9 @@ def report(entries, size):
     ]
 
 
-def report_beside(entries, size, title, names):
-    """Return the tables of other models of these contenders, and of this experiment's models."""
-    columns = [("tokens", tokens_cell), *measured_columns(size)]
-    blocks = [rates_table(entries.values()), best_table(title, entries.values(), columns)]
-    if smaller := trained(entries_of(size.records(NAME).values()), names):
-        blocks.append(best_table("experiments.recipe", smaller, columns))
-    return blocks
+def report_others(entries, size, title):
+    """Return the table of other models of these contenders."""
+    return [best_table(title, entries.values(), [("tokens", tokens_cell), *measured_columns(size)])]
 
 
 if __name__ == "__main__":
