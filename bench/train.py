@@ -43,7 +43,8 @@ VARIANTS = {
 # rotary positions and no other parts, with which the documented figures were measured
 VARIANTS = {name: RECIPE | settings for name, settings in VARIANTS.items()}
 VARIANTS |= {  # with the parts that each learns best with
-    "recipe_softmax": dict(attention="softmax"),
+    "recipe_softmax": dict(attention="softmax", output_gate=True),
+    "recipe_window": dict(attention="softmax", window=2048, output_gate=True),
     "recipe_p2": dict(attention="sympow_gating", p=2),
     "recipe_p2_d128": dict(attention="sympow_gating", p=2, n_head=6),
     "recipe_p4": dict(attention="sympow_gating", p=4),
