@@ -37,7 +37,6 @@ VARIANTS = {
     "sympow_gating_p4_d32": dict(attention="sympow_gating", p=4, n_head=24, head_dim=32),
     "conformal_sympow": dict(attention="conformal_sympow", p=2),
     "heinsen": dict(attention="heinsen"),
-    "adaptive_mixture_d32": dict(attention="adaptive_power", adaptive="mixture", n_head=24, head_dim=32),
     "hybrid": dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", p=2, window=2048),
 }
 # rotary positions and no other parts, with which the documented figures were measured
