@@ -9,8 +9,6 @@ Models, steps and tokens are as in experiments.recipe. Rates are the best ones o
 this corpus.
 """
 
-from functools import partial
-
 from sympow.experiments import larger
 from sympow.experiments.long_texts import WINDOWED
 from sympow.experiments.recipe import RATES, best_rates, report_others, trained, tuned
@@ -29,4 +27,4 @@ def plan(size):
 
 
 if __name__ == "__main__":
-    main("english", plan, partial(report_others, title="English prose"), corpus="prose")
+    main("english", plan, report_others, corpus="prose")

@@ -8,7 +8,6 @@ Their rate is half of the recipe's, because larger models want lower ones.
 """
 
 from dataclasses import replace
-from functools import partial
 
 from sympow.experiments.long_texts import SOFTMAX
 from sympow.experiments.recipe import report_others, tuned
@@ -27,4 +26,4 @@ def plan(size):
 
 
 if __name__ == "__main__":
-    main("larger", plan, partial(report_others, title="124M"))
+    main("larger", plan, report_others)

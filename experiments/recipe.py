@@ -172,7 +172,7 @@ def rates_table(entries):
     return table(f"Validation loss by learning rate, seed {SEEDS[0]}", columns, merge_rates(entries))
 
 
-def best_table(title, entries, columns):
+def best_table(entries, columns):
     """Return the table of the best rates, with columns beside losses and differences to the best softmax.
 
     Differences have 95% confidence intervals.
@@ -185,7 +185,7 @@ def best_table(title, entries, columns):
         seeds_column("to forgetting", best.get("forgetting")),
     ]
     last = texts_column("other texts, to softmax's best", softmax)
-    return table(title, [*first, *columns, last], best.values())
+    return table("The best rates, Muon", [*first, *columns, last], best.values())
 
 
 def speeds_cell(entry, entries):
@@ -215,15 +215,15 @@ def report(entries, size):
     plot(points, f"MB kept after {MEMORY[-1] // size.shrink:,} tokens", f"{size.folder}/{NAME}.png")
     return [
         rates_table(tried + trained(entries, [f"{name}, AdamW" for name in CONTENDERS])),
-        best_table("The best rates, Muon", tried, columns),
+        best_table(tried, columns),
         "Differences have 95% confidence intervals, over the seeds or over the texts.",
         f"![{NAME}]({NAME}.png)",
     ]
 
 
-def report_others(entries, size, title):
+def report_others(entries, size):
     """Return the table of other models of these contenders."""
-    return [best_table(title, entries.values(), [("tokens", tokens_cell), *measured_columns(size)])]
+    return [best_table(entries.values(), [("tokens", tokens_cell), *measured_columns(size)])]
 
 
 if __name__ == "__main__":

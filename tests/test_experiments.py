@@ -357,7 +357,7 @@ def test_distances_to_softmax_are_those_at_the_best_rates():
     rows = {row.name: row for row in models(1.2, 1.4, 0.0012) + models(1.0, 1.1, 0.0006)}
     rates = recipe.rates_table(rows.values())
     assert "| run | adamw, 0.0006 | adamw, 0.0012 |" in rates and "| p=2, heads of 64 | 1.1000 | 1.4000 |" in rates
-    (text,) = recipe.report_others(rows, SIZES["tiny"], title="T")
+    (text,) = recipe.report_others(rows, SIZES["tiny"])
     assert "| p=2, heads of 64, lr 0.0006 | 1.1000 | +0.1000 |" in text and "| 1,000 (2.5 epochs) |" in text
 
 
