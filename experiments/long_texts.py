@@ -20,6 +20,7 @@ from statistics import fmean
 from sympow.experiments.recipe import CONTENDERS, MEMORY, MUON, speed_run
 from sympow.experiments.report import (
     bytes_column,
+    loss_cell,
     mean_of_texts,
     span_columns,
     table,
@@ -114,7 +115,8 @@ def text_loss(record):
 def report(entries, size):
     """Return the table."""
     trained = [entry for entry in entries.values() if not entry.name.endswith(", speed")]
-    columns = [("tokens", tokens_cell), ("held-out texts", partial(texts_cell, measure="positions"))]
+    texts = partial(texts_cell, measure="positions")
+    columns = [("tokens", tokens_cell), ("validation loss", loss_cell), ("held-out texts", texts)]
     for label, name in {"to the best softmax": SOFTMAX, "to the best window": WINDOWED}.items():
         rivals = [entry for entry in trained if entry.name.startswith(name)]
         best = min(rivals, key=lambda entry: text_loss(entry.record), default=None)
