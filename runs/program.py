@@ -12,11 +12,12 @@ import os
 import socket
 import sys
 from contextlib import suppress
+from typing import NoReturn
 
 from ..data.terminal import PathParser, drop_output, replace_odd_letters
 
 
-def refuse(message, every_rank=False):
+def refuse(message, every_rank=False) -> NoReturn:
     """Print one line to stderr and exit with status 2.
 
     Among several ranks only the first of each node prints it, or with every_rank each rank that refuses.
