@@ -14,7 +14,7 @@ needs is in this table, and the kernels use it by name:
     an entry of a chunk's sum, in units of VALUES      Sizes.bound        SUM_TOP / Sizes.bound: then at most 2^15
     p = 4: what a state holds times its orders         24                 ORDERS = 32 divides it
     p = 4: weight times entry of x, in sum w x x^T     2^15 2^4           SQUARE_DOWN = 16 divides w before
-    p = 4: Z as it is read, with its orders (up to 4)  2^12               SQUARE_TOP, the largest entry's exponent
+    p = 4: Z as it is read, with its orders (up to 4)  2^12               2^15 4 / ORDERS
     p = 4: largest of 64 entries of a row's Z x        2^14 to 2^15       TO_TOP
     VALUES times entry of x, for the gradient to x     2^22, 2^19         VALUES_DOWN_2, _4 = 256, 32 divide VALUES
     p = 4: rows of the gradient to x                   2^10 to 2^11       TO_GRADIENT_TOP
@@ -43,7 +43,6 @@ TO_TOP = tl.constexpr(2.0**TOP)
 SUM_TOP = 2.0**15
 ORDERS = tl.constexpr(32)
 SQUARE_DOWN = tl.constexpr(16)
-SQUARE_TOP = 11
 VALUES_DOWN_2 = tl.constexpr(256)
 VALUES_DOWN_4 = tl.constexpr(32)
 TO_GRADIENT_TOP = tl.constexpr(2.0**10)
