@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sympow import check_choice
-from .attention import ATTENTIONS, join_positions, layer_pattern, leading_layer
+from .attention import ATTENTIONS, check_settings, join_positions, layer_pattern, leading_layer
 from .attention.positions import POSITIONS, check_length
 from .attention.state import ModelState
-from .attention.variant import RECIPE, check_layer
+from .attention.variant import RECIPE
 from .layers.activation import ACTIVATIONS, mlp_widths
 from .layers.convolution import Convolution
 from .layers.loss import head_loss, head_weight
@@ -81,7 +81,7 @@ class GPTConfig:
         check_choice("norm", self.norm, NORMS)
         if not 0 < self.norm_eps < 1:
             raise ValueError(f"norm_eps must be in (0, 1), got {self.norm_eps}")
-        check_layer(self)
+        check_settings(self)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         self._check_attention()

@@ -12,16 +12,16 @@ if __name__ != "sympow.attention":
     raise ImportError("attention/ is imported as sympow.attention")
 
 from sympow import check_choice
-from .adaptive_power import AdaptivePower
+from .adaptive_power import AdaptivePower, check_powers
 from .conformal_sympow import ConformalSympow
 from .even_power import EvenPower
-from .heinsen import Heinsen, LogState, heinsen_attention
+from .heinsen import IS_LOG, OUTPUT_LAYERS, Heinsen, LogState, heinsen_attention
 from .operator.forms import PowerState
 from .power import power_attention, power_attention_sums
 from .softmax import Softmax
 from .sympow import Sympow
 from .sympow_gating import SympowGating
-from .variant import RECIPE, Variant
+from .variant import RECIPE, Variant, check_layer
 
 ATTENTIONS = {
     "softmax": Softmax,
@@ -37,6 +37,17 @@ __all__ = [
     "ATTENTIONS", "LogState", "PowerState", "Variant", "heinsen_attention", "power_attention", "power_attention_sums",
     *(cls.__name__ for cls in ATTENTIONS.values()),
 ]  # fmt: skip
+
+
+def check_settings(config):
+    """Choose head_dim and n_kv_head of a GPTConfig where they are 0, and raise ValueError for wrong values.
+
+    Settings of attentions that the model does not have are checked too: with right values they may stand.
+    """
+    check_layer(config)
+    check_powers(config)
+    check_choice("values", config.values, IS_LOG)
+    check_choice("residual", config.residual, OUTPUT_LAYERS)
 
 
 def layer_pattern(setting, text, choices, n_layer):

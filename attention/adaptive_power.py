@@ -89,6 +89,23 @@ def mixture_attention(q, k, v, powers, *, p, log_g=None, attend=power_attention,
     return _mix([attend(q, k, v, log_g, p=m, **options) for m in p], powers, p)
 
 
+def check_powers(c):
+    """Raise ValueError unless AdaptivePower takes adaptive, p_min and p_max of the GPTConfig c."""
+    check_choice("adaptive", c.adaptive, IS_MIXTURE)
+    if not c.p_min < c.p_max < math.inf:
+        raise ValueError(f"p_min must be below p_max, both finite, got {c.p_min} and {c.p_max}")
+    if c.p_min < 1:
+        raise ValueError(f"p_min must be at least 1, got {c.p_min}: below, |q.k|^p has no derivative where q.k is 0")
+    limit = 8 if IS_MIXTURE[c.adaptive] else 1000
+    if c.p_max > limit:
+        raise ValueError(f"p_max must be at most {limit} for adaptive={c.adaptive}, got {c.p_max}")
+    if IS_MIXTURE[c.adaptive] and (c.p_min % 2 or c.p_max % 2):
+        raise ValueError(
+            "p_min and p_max of adaptive=mixture, which mixes even powers, must be even integers, got "
+            f"{c.p_min} and {c.p_max}"
+        )
+
+
 class PowerNetwork(nn.Module):
     """The network p_min + (p_max - p_min) f."""
 
@@ -106,25 +123,6 @@ class PowerNetwork(nn.Module):
 
 class AdaptivePower(KVCacheVariant):
     splits_context = True
-
-    @classmethod
-    def check(cls, config):
-        c = config
-        check_choice("adaptive", c.adaptive, IS_MIXTURE)
-        if not (math.isfinite(c.p_min) and math.isfinite(c.p_max) and c.p_min < c.p_max):
-            raise ValueError(f"p_min must be below p_max, both finite, got {c.p_min} and {c.p_max}")
-        if c.p_min < 1:
-            raise ValueError(
-                f"p_min must be at least 1, got {c.p_min}: below, |q.k|^p has no derivative where q.k is 0"
-            )
-        limit = 8 if IS_MIXTURE[c.adaptive] else 1000
-        if c.p_max > limit:
-            raise ValueError(f"p_max must be at most {limit} for adaptive={c.adaptive}, got {c.p_max}")
-        if IS_MIXTURE[c.adaptive] and (c.p_min % 2 or c.p_max % 2):
-            raise ValueError(
-                "p_min and p_max of adaptive=mixture, which mixes even powers, must be even integers, got "
-                f"{c.p_min} and {c.p_max}"
-            )
 
     def __init__(self, config):
         super().__init__(config)

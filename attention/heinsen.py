@@ -171,8 +171,6 @@ class Heinsen(Variant):
 
     @classmethod
     def check(cls, config):
-        check_choice("values", config.values, IS_LOG)
-        check_choice("residual", config.residual, OUTPUT_LAYERS)
         if config.positions != "rotary":  # the default, though it rotates nothing
             raise ValueError("attention=heinsen has a position embedding of its own: leave positions=rotary")
 

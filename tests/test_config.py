@@ -172,6 +172,26 @@ def test_settings_of_a_model_that_do_not_fit_are_refused_in_one_line(arguments, 
         config_of(arguments)
 
 
+@pytest.mark.parametrize("attention", ["softmax", "sympow_gating,softmax"])
+@pytest.mark.parametrize(
+    "setting,message",
+    [
+        ("adaptive=mixtur", "adaptive must be one of continuous, mixture, got 'mixtur': did you mean mixture?"),
+        ("values=sign", "values must be one of signed, log, got 'sign'"),
+        ("residual=mlp", "residual must be one of gpt2, glu, got 'mlp'"),
+        ("p_min=-1e9", "p_min must be at least 1, got -1000000000.0"),
+        ("p_max=1", "p_min must be below p_max, both finite, got 2.0 and 1.0"),
+    ],
+)
+def test_settings_of_another_attention_are_checked_too(attention, setting, message):
+    with raises_one_line(ValueError, re.escape(message)):
+        config_of(f"attention={attention} {setting}")
+
+
+def test_settings_of_another_attention_that_could_be_right_are_taken():
+    config_of("attention=softmax adaptive=mixture p_min=4 p_max=8 values=signed residual=glu p=6 n_positions=7")
+
+
 @pytest.mark.parametrize(
     "cls,name,value",
     [
@@ -185,6 +205,8 @@ def test_settings_of_a_model_that_do_not_fit_are_refused_in_one_line(arguments, 
         (GPTConfig, "convolution", 2.0),
         (GPTConfig, "output_gate", 2),
         (GPTConfig, "window", 2.5),
+        (GPTConfig, "p_min", math.nan),
+        (GPTConfig, "p_min", -math.inf),
         (train.TrainConfig, "max_seconds", -5.0),
         (train.TrainConfig, "gradient_accumulation_steps", -8),
         (train.TrainConfig, "weight_decay", math.inf),
