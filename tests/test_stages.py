@@ -172,6 +172,26 @@ def test_on_resume_stages_that_have_begun_stay_and_later_ones_may_change(go, ref
     assert progress("out/a", 6)["best"] == metrics("out/a", "val_loss")[6]  # others were at another context
 
 
+@pytest.mark.parametrize(
+    "options,steps",
+    [("--then=64@6", "[6]"), ("--then=64@0.5,256@90", "[3, 90]"), ("--then=64@0.9 --max_iters=5", "[5]")],
+)
+def test_a_stage_that_would_never_begin_is_refused(go, refused, options, steps):
+    message = refused(go, "--out_dir=out/a", *options.split())
+    limit = "max_iters=5" if "max_iters" in options else "max_iters=6"
+    assert f"one after the other, before {limit}, got" in message and f"after {steps} steps" in message
+    assert not os.path.exists("out")
+    assert go("--out_dir=out/a", "--init_from=scratch", "--eval_only=1", *options.split()) == 0  # which takes no step
+
+
+def test_a_stage_that_a_longer_run_reaches_comes_when_it_is_resumed(go, refused):
+    assert go("--out_dir=out/a", "--max_iters=4") == 0
+    assert "before max_iters=5, got" in refused(go, "--out_dir=out/a", "--max_iters=5", "--then=64@5")
+    assert go("--out_dir=out/a", "--max_iters=6", "--then=64@5") == 0
+    assert [line["context"] for line in lines("out/a") if "train_loss" in line] == [32] * 5 + [64]
+    assert go("--out_dir=out/a", "--max_iters=6", "--then=64@5") == 0
+
+
 def test_the_rehearsal_at_the_final_context_changes_no_bit_and_tells_too_little_memory(
     go, reference, monkeypatch, capsys
 ):

@@ -11,7 +11,6 @@ read in that step. Validation is at the final context from the first evaluation 
     number = stage_of(stages, cfg, step, progress)     # the same on all ranks
 """
 
-import math
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -46,7 +45,7 @@ class Stage:
 
 def steps_before(start, max_iters):
     """Return the number of steps after which a stage begins, if no time decides."""
-    return start if isinstance(start, int) else math.floor(start * max_iters + Fraction(1, 2))
+    return start if isinstance(start, int) else (2 * start * max_iters + 1) // 2  # the nearest
 
 
 def make_stages(cfg, values, dataset, layout):
@@ -57,10 +56,11 @@ def make_stages(cfg, values, dataset, layout):
     later = parse_stages(cfg.then)
     contexts = [cfg.block_size, *(context for context, _ in later)]
     steps = [steps_before(start, cfg.max_iters) for _, start in later]
-    if contexts != sorted(set(contexts)) or steps != sorted(steps):
+    late = max(steps, default=0) >= cfg.max_iters and not cfg.eval_only  # the last stage would never begin
+    if contexts != sorted(set(contexts)) or steps != sorted(steps) or late:
         raise ValueError(
-            f"then must have contexts that grow from block_size={cfg.block_size} on and start one after the other, got "
-            f"{cfg.then!r}, contexts that start after {steps} steps"
+            f"then must have contexts that grow from block_size={cfg.block_size} on and start one after the other, "
+            f"before max_iters={cfg.max_iters}, got {cfg.then!r}, contexts that start after {steps} steps"
         )
     held_out = HeldOut(dataset, cfg.val_datasets, contexts[-1], cfg.pack, "then" if later else "block_size")
     accumulation = accumulation_steps(cfg, values, layout.data_world)
@@ -94,13 +94,14 @@ def stage_of(stages, cfg, step, progress):
     It depends on the step and, for shares under a max_seconds, on progress.seconds. A run never goes back: the stages
     that it has entered are in progress.stages.
     """
-    share = progress.seconds / cfg.max_seconds if cfg.max_seconds else 0.0
-    number = len(progress.stages)
-    for i, stage in enumerate(stages):
-        by_time = isinstance(stage.start, Fraction) and share >= stage.start
-        if by_time or step >= steps_before(stage.start, cfg.max_iters):
-            number = max(number, i)
-    return number
+    share = cfg.max_seconds and progress.seconds / cfg.max_seconds
+    begun = [
+        number
+        for number, stage in enumerate(stages)
+        if step >= steps_before(stage.start, cfg.max_iters)
+        or (isinstance(stage.start, Fraction) and share >= stage.start)
+    ]
+    return max(len(progress.stages), *begun)
 
 
 def enter_stage(stages, number, progress):
@@ -128,10 +129,9 @@ def refuse_moved_stages(cfg, progress):
     """
     planned = [[context, steps_before(start, cfg.max_iters)] for context, start in parse_stages(cfg.then)]
     count = len(progress.stages)
-    later_steps = [step for _, step in planned[count:]]
     length = 1 if cfg.max_seconds else 2
     moved = [stage[:length] for stage in planned[:count]] != [stage[:length] for stage in progress.stages]
-    if (moved or min(later_steps, default=progress.step) < progress.step) and not cfg.eval_only:
+    if (moved or any(step < progress.step for _, step in planned[count:])) and not cfg.eval_only:
         then = ",".join(f"{context}@{step}" for context, step in progress.stages)
         refuse(
             f"{cfg.out_dir} cannot resume at step {progress.step} with then={cfg.then!r} and max_iters="
