@@ -31,7 +31,7 @@ from sympow.data.files import write_json
 from sympow.data.huggingface import tokenizers_json
 from sympow.runs import checkpoint
 from sympow.runs.load import load_run, longest_text, newest_run, no_checkpoint, transformers_type
-from sympow.runs.program import run_program, refuse
+from sympow.runs.program import check_output, refuse, run_program
 from sympow.runs.settings import read_settings
 from sympow.runs.starts import last_code
 
@@ -55,9 +55,13 @@ def main():
     target, run = Path(cfg.to), cfg.out_dir or newest_run()
     if transformers_type(run):
         refuse(no_checkpoint(run))
-    is_ours = (target / "modeling_sympow.py").is_file()
-    if not cfg.to or (target.exists() and not is_ours and (target.is_file() or any(target.iterdir()))):
-        refuse(f"--to must be a new folder, or one that export.py wrote, got {cfg.to!r}")
+    try:
+        is_ours = (target / "modeling_sympow.py").is_file()
+        if not cfg.to or (target.exists() and not is_ours and (target.is_file() or any(target.iterdir()))):
+            refuse(f"--to must be a new folder, or one that export.py wrote, got {cfg.to!r}")
+        check_output(f"{target}.tmp")  # nothing is written there, but beside the target
+    except OSError as error:
+        refuse(f"--to={target} cannot be written: {error}")
     export(run, target)
     print(f"wrote {target} from {run}")
 
@@ -70,7 +74,7 @@ def export(run, target):
     """
     folder, model, tokenizer, *_ = load_run(run, "cpu", "float32")
     target = Path(target).resolve()
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    temporary = target.with_name(f".{secrets.token_hex(4)}.tmp")  # short, so that it fits wherever the target's does
     temporary.mkdir(parents=True)
     try:
         weights = {f"gpt.{name}": x for name, x in model.state_dict().items()}
@@ -88,7 +92,7 @@ def export(run, target):
 
 def put_in_place(folder, target):
     """Rename a folder to the path `target`; remove the folder that is there, or that another process puts there."""
-    replaced = f"{folder}.old"
+    replaced = folder.with_suffix(".old")
     while True:
         with suppress(FileNotFoundError):
             os.rename(target, replaced)

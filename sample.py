@@ -127,7 +127,6 @@ def fixed_size_limit(state):
     Returns None if one of its layers grows or has no such number.
     """
     limits = [1 if layer.fixed_size else getattr(layer, "switch_over", None) for layer in state.layers]
-    limits = [1 if limit == "always" else limit for limit in limits]
     return max(limits) if all(isinstance(limit, int) for limit in limits) else None
 
 

@@ -83,16 +83,27 @@ def test_mistakes_are_refused(tmp_path, monkeypatch, capsys):
     write_run(run)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
+    (tmp_path / "locked" / "earlier").mkdir(parents=True)
+    access = os.access  # tests may run as root, who may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: os.path.basename(path) != "locked" and access(path, mode))
     for argv, message in (
         ((run, tmp_path / "mine"), "must be a new folder, or one that export.py wrote"),
         ((run, tmp_path / "mine" / "file"), "must be a new folder"),
         ((tmp_path, tmp_path / "new"), "no checkpoint in"),
         ((run, ""), "--to must be a new folder"),
+        ((run, tmp_path / ("x" * 300)), "x cannot be written: [Errno 36] File name too long"),
+        ((run, tmp_path / ("x" * 300) / "new"), "new cannot be written: [Errno 36] File name too long"),
+        ((run, tmp_path / "mine" / "file" / "new"), "new cannot be written: [Errno 20] Not a directory"),
+        ((run, tmp_path / "locked" / "new"), "locked is no folder that can be written"),
+        ((run, tmp_path / "locked" / "earlier"), "locked is no folder that can be written"),
     ):
         with pytest.raises(SystemExit) as stopped:
             export_run(*argv, monkeypatch)
         assert stopped.value.code == 2 and message in capsys.readouterr().err
     assert (tmp_path / "mine" / "file").read_text() == "mine" and not (tmp_path / "new").exists()
+    export_run(run, tmp_path / ("x" * 251), monkeypatch)
+    export_run(run, tmp_path / ("x" * 251), monkeypatch)
+    assert sorted(os.listdir(tmp_path)) == ["locked", "mine", "out", "x" * 251]
 
 
 def test_a_missing_package_is_one_message(tmp_path):
