@@ -36,7 +36,8 @@ KNOWN = {"sympow", "torch", *sys.stdlib_module_names}
 def record_code(places=TRAINING):
     """Return a record of the code in these places: the package's version, the hashes of the files, and one of their
     bytes, by which code that is the same is known without reading its syntax."""
-    files, sources = {}, read_sources(places)
+    files = {}
+    sources = read_sources(places)
     for name, source in sources.items():
         with suppress(SyntaxError, ValueError):  # of a file that nothing can import
             files[name] = hash_syntax(source)
@@ -53,7 +54,8 @@ def read_modules():
     """Return {name: bytes} of the loaded modules that are neither this package's, nor Python's, nor installed."""
     sources = {}
     for name, module in sorted(sys.modules.items()):
-        path, package = Path(getattr(module, "__file__", None) or "."), name.partition(".")[0]
+        path = Path(getattr(module, "__file__", None) or ".")
+        package = name.partition(".")[0]
         installed = {"site-packages", "dist-packages"}.intersection(path.parts)
         if path.suffix == ".py" and path.is_file() and not installed and package not in KNOWN:
             sources[name] = path.read_bytes()
@@ -89,7 +91,8 @@ def changed_files(record, new_record, places=TRAINING):
 
     A file that only the new record has decides nothing unless one of these imports it.
     """
-    old, new = record["files"], new_record["files"]
+    old = record["files"]
+    new = new_record["files"]
     names = [name for name in sorted(old) if name.startswith(places) and old[name] != new.get(name)]
     return textwrap.shorten(", ".join(names), 500)
 
@@ -100,8 +103,7 @@ def warn_of_changes(action, record, places=MODEL):
     action: the beginning of the line, "out/a was trained with". If record is None or damaged, nothing is known.
     """
     with suppress(AttributeError, KeyError, TypeError):
-        if not record or record.get("bytes") == hash_sources(read_sources(TRAINING)):
-            return
-        if names := changed_files(record, record_code(places), places):
-            versions = f"sympow {record['version']}, here {sympow.__version__}"
-            logging.getLogger(__name__).warning(f"{action} other code ({versions}): {names}")
+        is_same = record.get("bytes") == hash_sources(read_sources(TRAINING))
+        if not is_same and (names := changed_files(record, record_code(places), places)):
+            line = "%s other code (sympow %s, here %s): %s"
+            logging.getLogger(__name__).warning(line, action, record["version"], sympow.__version__, names)

@@ -38,7 +38,8 @@ class SympowConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     def __init__(self, model=None, use_cache=True, **kwargs):
-        self.model, self.use_cache = with_defaults(GPTConfig, model) if model else {}, use_cache
+        self.model = with_defaults(GPTConfig, model) if model else {}
+        self.use_cache = use_cache
         try:
             gpt = GPTConfig(**self.model)
         except TypeError as error:  # a setting that this package does not have
@@ -70,6 +71,17 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         self.gpt = GPT(GPTConfig(**config.model))
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, *args, output_loading_info=False, **options):
+        """Load a model as every class of transformers does, but raise ValueError if the files lack one of its weights.
+
+        transformers would warn, and begin with random numbers in its place.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **options)
+        for name in sorted(info["missing_keys"]):
+            raise ValueError(f"{model.name_or_path} lacks the weight {name}: export the model again")
+        return (model, info) if output_loading_info else model
+
     def _init_weights(self, module):
         # GPT initialises itself. On the meta device, a fixed gate, which is in no checkpoint, was not computed.
         if type(module).__name__ == "FixedGate":
@@ -89,10 +101,10 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
         """Change the size of the vocabulary; the embedding keeps a multiple of 64 rows, as in every GPT."""
-        super().resize_token_embeddings(new_num_tokens, 64, mean_resizing)
+        embeddings = super().resize_token_embeddings(new_num_tokens, 64, mean_resizing)
         if new_num_tokens:
             self.config.vocab_size = self.config.model["vocab_size"] = self.gpt.config.vocab_size = new_num_tokens
-        return self.get_input_embeddings()
+        return embeddings
 
     def _set_gradient_checkpointing(self, enable=True, **options):
         self.gradient_checkpointing = self.gpt.config.activation_checkpointing = enable
@@ -147,7 +159,8 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         if not isinstance(cache, SympowCache | None):
             raise ValueError(f"the cache of this model is a SympowCache, got a {type(cache).__name__}")
         documents = find_documents(input_ids, position_ids, cu_seq_lens_q, seq_idx)
-        x, loss = self._read(input_ids, attention_mask, documents, cache), None
+        x = self._read(input_ids, attention_mask, documents, cache)
+        loss = None
         if labels is not None:
             targets = pad(labels[:, 1:], (0, 1), value=-100)
             counted = targets != -100
@@ -165,13 +178,15 @@ class SympowForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the head's input for ids [B, T], and cache ids."""
         layer = StateLayer() if cache is None else cache.layers[0]
         if layer.seen is None:
-            layer.seen, layer.state = torch.zeros_like(ids[:, 0]), cache and self.gpt.empty_state(len(ids))
+            layer.seen = torch.zeros_like(ids[:, 0])
+            layer.state = cache and self.gpt.empty_state(len(ids))
         counts, starts, order = arrange(ids, mask, documents, layer)
         if order is not None:
             ids = ids.gather(1, order)
         x, layer.state = self.gpt.hidden(ids, layer.state, starts)
         T = ids.shape[1]
-        layer.tokens, layer.seen = layer.tokens + T, layer.seen + (T if counts is None else counts)
+        layer.tokens += T
+        layer.seen = layer.seen + (T if counts is None else counts)
         return x if order is None else x.take_along_dim(order.argsort(1).unsqueeze(2), 1)
 
 
@@ -188,12 +203,13 @@ def check_range(name, ids, vocab_size):
 
 def find_documents(ids, position_ids, cu_seq_lens_q, seq_idx):
     """Return where packed documents begin, [B, T] bool, or None without any; the arguments are those of `forward`."""
-    starts = [] if position_ids is None else [document_starts(position_ids, ids.shape[1])]
+    T = ids.shape[1]
+    starts = [] if position_ids is None else [document_starts(position_ids, T)]
     if seq_idx is not None:
         starts.append(pad(seq_idx.diff() != 0, (1, 0)))
     if cu_seq_lens_q is not None:
-        sequence_lengths(cu_seq_lens_q, ids.shape[1])  # raises ValueError for ends that do not fit
-        starts.append(sequence_starts(cu_seq_lens_q, ids.shape[1]))
+        sequence_lengths(cu_seq_lens_q, T)  # raises ValueError for ends that do not fit
+        starts.append(sequence_starts(cu_seq_lens_q, T))
     starts = [x.expand_as(ids) for x in starts if x is not None]
     return torch.stack(starts).any(0) if starts else None
 
@@ -213,8 +229,10 @@ def arrange(ids, mask, documents, layer):
     if mask is None:
         return None, documents, None
     layer.check_mask(mask)
-    text, begun = mask[:, layer.tokens :], layer.seen > 0
-    counts, first = text.sum(1), text & ~pad(text[:, :-1], (1, 0))
+    text = mask[:, layer.tokens :]
+    begun = layer.seen > 0
+    counts = text.sum(1)
+    first = text & ~pad(text[:, :-1], (1, 0))
     if ((first.sum(1) > 1) | (begun & (counts < T))).any():
         raise ValueError("attention_mask must be ones, with zeros only before and behind them, in each row")
     if layer.state is None and text[:, 0].all():  # what stands behind a text changes nothing

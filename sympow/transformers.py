@@ -94,7 +94,7 @@ class StateLayer(CacheLayerMixin):
 
     A token that was masked when it was read stays so, whatever later masks say of it; they cannot hide another one.
     Attributes: state (None before any token), tokens (how many have been read, masked ones too), seen ([B], how many of
-    them were not masked, None before any token).
+    them were not masked, None before any token), waiting (True if keys of a PowerLayer are on their way to `attend`).
     """
 
     is_compileable = is_sliding = is_croppable = supports_early_init = False
@@ -105,7 +105,9 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self):
         """Forget all tokens."""
-        self.state, self.tokens, self.seen = None, 0, None
+        self.state = self.seen = None
+        self.tokens = 0
+        self.waiting = False
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Raise ValueError: this cache has no keys and values for another model's attention."""
@@ -156,11 +158,6 @@ class PowerLayer(StateLayer):
         super().__init__()
         self.switch_over = switch_over
 
-    def reset(self):
-        """Forget all tokens."""
-        super().reset()
-        self.waiting = False
-
     def update(self, key_states, value_states, *args, **kwargs):
         """Return the new keys and values [B, Hkv, n, D] for `attend`.
 
@@ -188,7 +185,9 @@ class PowerLayer(StateLayer):
         steps = torch.ones_like(q[..., 0, 0]) if mask is None else mask[:, -n:]
         seen = position.unsqueeze(1) + steps.to(position).cumsum(1)  # tokens that are not masked
         y, self.state = attend_and_append(q, k, v, log_g, seen, self.state, p=p)
-        self.seen, self.tokens, self.waiting = self.state.position, self.tokens + n, False
+        self.seen = self.state.position
+        self.tokens += n
+        self.waiting = False
         return y
 
 
@@ -227,10 +226,13 @@ def attend(module, query, key, value, attention_mask, *, p, gate, **options):
     attention does not have.
     """
     check_options(options, getattr(module, "is_causal", True))
-    position_ids, layer = options.get("position_ids"), getattr(key, "power_layer", None)
+    position_ids = options.get("position_ids")
+    layer = getattr(key, "power_layer", None)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the model rotates q and k in float32
-    n, m = q.shape[1], k.shape[1]
+    q = q.to(v.dtype)  # under autocast the model rotates q and k in float32
+    k = k.to(v.dtype)
+    n = q.shape[1]
+    m = k.shape[1]
     mask = check_mask(attention_mask, m if layer is None else layer.tokens + n)
     if layer is not None and mask is not None and may_look(mask) and getattr(module, "layer_idx", 0) == 0:
         layer.check_mask(mask)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import LLAMA, ROOT, join, start_ranks
+from helpers import LLAMA, ROOT, join, raises_one_line, start_ranks
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.parallel import DistributedDataParallel
@@ -388,6 +389,20 @@ def test_a_setting_that_a_loaded_model_cannot_have_is_refused_by_name(name, tmp_
     model_of("GPT-2").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"this model cannot have {name}=3"):
         SympowForCausalLM.from_pretrained(tmp_path, **{name: 3})
+
+
+@pytest.mark.parametrize("part", ["attn.mix.gate.b", "attn.conv.weight", "attn.c_proj.weight", "ln_f.weight"])
+def test_a_weight_that_a_folder_lacks_is_an_error_that_names_it(part, tmp_path):
+    model_of("gating and softmax").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    missing = min(name for name in weights if name.endswith(part))
+    rest = {name: x for name, x in weights.items() if name != missing}
+    save_file(rest, tmp_path / "other.safetensors", {"format": "pt"})
+    model, info = SympowForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(model, SympowForCausalLM) and not info["missing_keys"]
+    os.replace(tmp_path / "other.safetensors", tmp_path / "model.safetensors")
+    with raises_one_line(ValueError, f"{tmp_path} lacks the weight {missing}: "):
+        SympowForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_cache_of_keys_is_refused_by_name():
