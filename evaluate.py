@@ -118,7 +118,8 @@ def compare_positions(runs, cfg):
     """Print and plot the losses by position of these runs, {name: folder}; return {name: `between_powers`}."""
     picture = choose_picture(cfg.png)
     windows = {name: open_documents(folder, cfg) for name, folder in runs.items()}  # refused before any work
-    curves, report = {}, {}
+    curves = {}
+    report = {}
     for name, folder in runs.items():
         losses = evaluate_run(folder, cfg, windows[name])
         report[name] = between_powers(losses.mean(0))
@@ -149,7 +150,8 @@ def open_documents(folder, cfg):
         if settings:
             dataset.check_tokens(load_tokenizer(run), folder)
         model = settings["model"] if settings else open_source(folder, dataset, "out_dir").model
-        config, context = GPTConfig(**model), training_context(folder)
+        config = GPTConfig(**model)
+        context = training_context(folder)
         check_length(config, cfg.length, "--length")
         longest = dataset.tokens("val") if cfg.pack else dataset.document_length
         length = cfg.length or min(4 * context or longest, longest, most_tokens(config))
@@ -163,7 +165,8 @@ def evaluate_run(folder, cfg, windows):
     _, model, _, device, autocast = load_run(folder, cfg.device, cfg.dtype)
     count = min(cfg.documents, windows.documents)
     stride = windows.documents // count * windows.per_document  # over the whole split, each document from its start
-    total, losses = count * windows.block_size, []
+    total = count * windows.block_size
+    losses = []
     progress = bar(total=total, desc=folder, unit="token", unit_scale=True, leave=False)
     with torch.inference_mode(), autocast, progress:
         for i in range(count):
@@ -178,7 +181,8 @@ def evaluate_run(folder, cfg, windows):
 
 def between_powers(losses):
     """Return {"a-b": mean loss of positions a to b}, counted from 1, b a power of two: 1-1, 2-2, 3-4, 5-8, ..."""
-    means, start = {}, 0
+    means = {}
+    start = 0
     while start < len(losses):
         end = min(max(1, 2 * start), len(losses))
         means[f"{start + 1}-{end}"] = losses[start:end].mean().item()
@@ -198,7 +202,8 @@ def compare_tasks(runs, cfg):
         from sympow.runs.tasks import UNLIMITED, load_model, load_tasks, run_tasks  # takes seconds, and is optional
     except ModuleNotFoundError as error:
         refuse(f'--tasks needs lm-evaluation-harness ({error}): pip install "lm_eval[hf]"')
-    report, rows = {}, {}
+    report = {}
+    rows = {}
     for folder in runs.values():
         try:
             check_output(tasks_file(folder))

@@ -13,6 +13,7 @@ not grow for the sympow attentions.
 import errno
 import math
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -36,6 +37,10 @@ from sympow.runs.settings import read_settings
 from sympow.runs.starts import last_code
 
 MODELING = Path(__file__).resolve().parent / "sympow" / "modeling.py"
+# names of files that export.py writes, or evaluate.py beside them
+OURS = re.compile(
+    r"((generation_|tokenizer_)?config|tokenizer|tasks|model.*)\.(json|safetensors)|modeling_sympow\.py|README\.md"
+)
 SHARD = "5GB"  # the largest file of weights
 TRAINING = (  # settings that the model card names
     "optimizer learning_rate schedule weight_decay beta1 beta2 grad_clip warmup_iters block_size then tokens_per_step"
@@ -46,19 +51,21 @@ TRAINING = (  # settings that the model card names
 @dataclass
 class ExportConfig:
     out_dir: str = ""  # a run's folder, or one of its checkpoints, also without --out_dir=; default: the newest in out/
-    to: str = ""  # the folder to write, new or of an earlier export
+    to: str = ""  # the folder to write, new or of an earlier export, with nothing else in it
 
 
 def main():
     settings, _ = read_settings((ExportConfig,), sys.argv[1:], usage=__doc__, folders=True)
     cfg = ExportConfig(**settings)
-    target, run = Path(cfg.to), cfg.out_dir or newest_run()
+    target = Path(cfg.to)
+    run = cfg.out_dir or newest_run()
     if transformers_type(run):
         refuse(no_checkpoint(run))
     try:
-        is_ours = (target / "modeling_sympow.py").is_file()
-        if not cfg.to or (target.exists() and not is_ours and (target.is_file() or any(target.iterdir()))):
-            refuse(f"--to must be a new folder, or one that export.py wrote, got {cfg.to!r}")
+        names = os.listdir(target) if target.is_dir() else []
+        is_ours = "modeling_sympow.py" in names and all(map(OURS.fullmatch, names))
+        if not cfg.to or target.is_file() or (names and not is_ours):  # what is there is removed
+            refuse(f"--to must be a new folder, or one that export.py wrote, with nothing else in it, got {cfg.to!r}")
         check_output(f"{target}.tmp")  # nothing is written there, but beside the target
     except OSError as error:
         refuse(f"--to={target} cannot be written: {error}")
@@ -141,7 +148,8 @@ def write_texts(target, run, folder, config, tokenizer):
 
 def model_card(run, folder, settings, tokenizer):
     """Return the text of README.md: the model, its data, its training and its validation loss."""
-    model, progress = settings["model"], checkpoint.read_progress(folder)
+    model = settings["model"]
+    progress = checkpoint.read_progress(folder)
     training = ", ".join(f"{name}={settings[name]}" for name in TRAINING if settings.get(name, "") != "")
     lines = [
         "---",

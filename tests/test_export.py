@@ -106,6 +106,21 @@ def test_mistakes_are_refused(tmp_path, monkeypatch, capsys):
     assert sorted(os.listdir(tmp_path)) == ["locked", "mine", "out", "x" * 251]
 
 
+def test_only_what_export_wrote_is_replaced(tmp_path, monkeypatch, capsys):
+    run, target = tmp_path / "out/a", tmp_path / "hf"
+    write_run(run)
+    export_run(run, target, monkeypatch)
+    (target / "tasks.json").write_text("{}")  # evaluate.py's, of the weights that go
+    export_run(run, target, monkeypatch)
+    assert not (target / "tasks.json").exists()
+    for name in (".git", "notes.txt"):
+        (target / name).mkdir()
+        with pytest.raises(SystemExit) as stopped:
+            export_run(run, target, monkeypatch)
+        assert stopped.value.code == 2 and "with nothing else in it, got" in capsys.readouterr().err
+        (target / name).rmdir()  # it is still there
+
+
 def test_a_missing_package_is_one_message(tmp_path):
     modeling = export.MODELING
     code = "import runpy, sys; sys.modules['sympow'] = None; runpy.run_path(sys.argv[1])"  # as if it was not installed
