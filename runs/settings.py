@@ -128,7 +128,7 @@ def _expand_files(argv, types):
     the words that are neither, which are left out.
 
     types: {key: type of the setting}. A word behind `--key` is its value, not a file, unless the setting is a bool,
-    which takes a word of BOOLS alone. Refuses a key in a file that is no setting.
+    which takes a word of BOOLS alone. Refuses a key in a file that is no setting, or that is None.
     """
     arguments, names, words, kind = [], [], [], None  # kind: the type of a setting that may take the next word
     for argument in argv:
@@ -144,6 +144,8 @@ def _expand_files(argv, types):
             for key, value in _read_file(os.path.expanduser(argument)).items():
                 if key not in types:
                     _refuse_key(key, types, f"{key} in {argument}")
+                if value is None:  # as a text it would be the name of a folder
+                    refuse(f"{key} in {argument} must have a value, got None: leave it out for the default")
                 arguments.append(f"--{key}={value}")
             names.append(os.path.basename(argument)[: -len(".py")])
         else:

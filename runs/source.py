@@ -137,7 +137,8 @@ class Source:
 
     def describe(self, config):
         """Return a line that says which weights are new in a model of this GPTConfig, and which are dropped."""
-        changes, own = [], self.config
+        changes = []
+        own = self.config
         for name in NAMED:
             if name == "rope_base" and own.positions == "learned":
                 continue  # nothing has been rotated
@@ -257,7 +258,8 @@ def read_folder(folder, config, path):
 
 def open_run(path, dataset, setting):
     """Return the Source at `path`, a run's folder or a checkpoint; see `open_source`."""
-    folder, run = checkpoint.newest(path, True, warn, ("model",)), checkpoint.run_of(path)
+    folder = checkpoint.newest(path, True, warn, ("model",))
+    run = checkpoint.run_of(path)
     if not folder:
         resume = "auto, scratch, " if setting == "init_from" else ""
         raise ValueError(
@@ -275,7 +277,8 @@ def check_tokens(source, config, dataset):
     They are compared by its tokenizer.json or, without one, by their number and the end of text. config: the contents
     of its config.json.
     """
-    size, end = source.model["vocab_size"], config.get("eos_token_id", 50256)
+    size = source.model["vocab_size"]
+    end = config.get("eos_token_id", 50256)
     tokenizer = os.path.join(source.folder, "tokenizer.json")
     if dataset.tokenizer.kind != "ids" and os.path.isfile(tokenizer):
         saved = HuggingFaceEncoding(*tokenizers_json(dataset.tokenizer))

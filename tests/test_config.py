@@ -99,10 +99,12 @@ def test_a_config_file_may_import_and_define_and_its_mistakes_are_refused(tmp_pa
         ("import sys; sys.exit(7)", "does not run: SystemExit: 7"),
         ("batchsize = 1", "c.py: did you mean batch_size?"),
         ("learning_rate = float('inf')", "learning_rate must be a finite number, got 'inf'"),
+        ("out_dir = None", "out_dir in"),
+        ("wandb_run_name = None", "must have a value, got None: leave it out for the default"),
         ("batch_size = True", "batch_size must be a whole number below 2^63, got 'True'"),
     ):
         path.write_text(text)
-        assert message in refused(call, partial(read, str(path)))
+        assert message in refused(call, partial(read_settings, (train.TrainConfig,), [str(path)]))
 
 
 @pytest.mark.parametrize("cls", [train.TrainConfig, sample.SampleConfig, evaluate.EvaluateConfig, export.ExportConfig])
