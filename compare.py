@@ -105,7 +105,8 @@ def table(rows, metric="val_loss"):
         if row["val"] is not None and row["val_step"] < row["steps"]:  # training went on
             val += f" at {row['val_step']:,}"
         speeds = " then ".join(f"{speed:,.0f}" for speed in row["speeds"]) or "-"
-        steps, tokens = f"{row['steps']:,}", format_count(row["tokens"])
+        steps = f"{row['steps']:,}"
+        tokens = format_count(row["tokens"])
         cells.append(
             [row["run"], steps, tokens, format_loss(row["train"]), val, ratio, speeds, format_loss(row["bits"])]
         )

@@ -102,7 +102,8 @@ def write_samples(model, tokenizer, cfg, text, prompt, timings):
     tokens = generate(model, prefix=prefix, **sizes, **options)
     del prefix
     read = (prompt or [tokenizer.eot]) if cfg.load_state else prompt[1:]  # the next word keeps its space
-    streams, texts = [tokenizer.stream(read) for _ in range(cfg.num_samples)], [text] * cfg.num_samples
+    streams = [tokenizer.stream(read) for _ in range(cfg.num_samples)]
+    texts = [text] * cfg.num_samples
     alone = cfg.num_samples == 1
     if alone:
         print(text, end="", flush=True)
@@ -127,6 +128,7 @@ def fixed_size_limit(state):
     Returns None if one of its layers grows or has no such number.
     """
     limits = [1 if layer.fixed_size else getattr(layer, "switch_over", None) for layer in state.layers]
+    limits = [1 if limit == "always" else limit for limit in limits]
     return max(limits) if all(isinstance(limit, int) for limit in limits) else None
 
 

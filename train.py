@@ -165,15 +165,18 @@ def set_up(argv, ranks, stack):
     elif plan.source:
         plan.source.fill(model)
         ranks.log(plan.source.describe(plan.model_cfg))
-    progress.model, context = asdict(plan.model_cfg), plan.held_out.block_size
+    progress.model = asdict(plan.model_cfg)
+    context = plan.held_out.block_size
     if progress.context != context:  # losses so far were at another one
-        progress.context, progress.best = context, math.inf
+        progress.context = context
+        progress.best = math.inf
     network = make_network(plan, model)
     if records:
         checkpoint.remove_leftovers(cfg.out_dir, resume, progress.best_step)
     tracker = Tracker(cfg, plan.settings, progress, model) if records else None
     ranks.log(describe_run(plan, model))
-    clock, skipped = Clock(progress.seconds, progress.step), SkippedSteps(*progress.skipped)
+    clock = Clock(progress.seconds, progress.step)
+    skipped = SkippedSteps(*progress.skipped)
     signals = StopSignals(cfg.out_dir, resume_hint(cfg))
     return Run(plan, model, network, optimizer, progress, writer, tracker, clock, skipped, signals)
 
@@ -288,7 +291,8 @@ def log_step(run, display, loss, grad_norm):
     steps_per_second = run.clock.steps_per_second(step)
     if not run.tracker:
         return
-    speed, context = cfg.tokens_per_step * steps_per_second, run.plan.stages[len(run.progress.stages)].block_size
+    speed = cfg.tokens_per_step * steps_per_second
+    context = run.plan.stages[len(run.progress.stages)].block_size
     mfu = machine.flops_utilization(run.model, speed / world, context, run.plan.dtype)
     numbers = dict(train_loss=loss, tokens=step * cfg.tokens_per_step, seconds=run.clock.seconds())
     numbers |= dict(grad_norm=grad_norm.item(), lr=run.optimizer.param_groups[0]["lr"], tok_per_sec=speed, mfu=mfu)
@@ -305,16 +309,18 @@ def evaluate(run):
         return None
     plan.ranks.log(f"step {step}: {format_losses(losses)} at context {context:,}")
     model = None if plan.cfg.eval_only else plan.layout.gather(run.model)
-    val_loss, tokens = losses["val_loss"], step * plan.cfg.tokens_per_step
+    val_loss = losses["val_loss"]
+    tokens = step * plan.cfg.tokens_per_step
     if run.tracker:
         numbers = losses | dict(tokens=tokens, seconds=run.clock.seconds(), memory=peak_memory(plan.device) / 1e9)
         statistics, text = examine(plan, model)
         run.tracker.log(step, **numbers, **count_epochs(plan, progress), **statistics, context=context)
         if plan.cfg.sample_tokens:
             run.tracker.sample(step, text)
-    progress.evaluated, run.unsaved = True, True
+    progress.evaluated = run.unsaved = True
     if val_loss < progress.best:
-        progress.best, progress.best_step = val_loss, step
+        progress.best = val_loss
+        progress.best_step = step
     return val_loss
 
 
@@ -324,7 +330,8 @@ def evaluate_and_save(run):
     A step is saved with a finite gradient and loss only, and with always_save_checkpoint=False only if it is the best.
     Returns what `reason_to_stop` says then, since a signal may have come.
     """
-    progress, val_loss = run.progress, None
+    progress = run.progress
+    val_loss = None
     if not (run.signal or progress.evaluated):
         run.writer.wait()  # a kill finds at most one evaluation without a checkpoint
         val_loss = evaluate(run)
@@ -336,7 +343,8 @@ def evaluate_and_save(run):
     chosen = run.signal or progress.best_step == progress.step or run.plan.cfg.always_save_checkpoint
     if chosen and finite and run.unsaved and not run.skipped.in_a_row:
         begin = run.clock.seconds()
-        progress.skipped, run.unsaved = (run.skipped.total, run.skipped.in_a_row), False
+        progress.skipped = run.skipped.total, run.skipped.in_a_row
+        run.unsaved = False
         if run.tracker:
             run.tracker.flush_to_disk()
         run.writer.save(run.model, run.optimizer, progress)  # rank 0, or every rank what it holds of a sharded model
