@@ -64,7 +64,7 @@ def main():
     try:
         names = os.listdir(target) if target.is_dir() else []
         is_ours = "modeling_sympow.py" in names and all(map(OURS.fullmatch, names))
-        if not cfg.to or target.is_file() or (names and not is_ours):  # what is there is removed
+        if not cfg.to or target.is_file() or (names and not is_ours):  # for the files in it are removed
             refuse(f"--to must be a new folder, or one that export.py wrote, with nothing else in it, got {cfg.to!r}")
         check_output(f"{target}.tmp")  # nothing is written there, but beside the target
     except OSError as error:
