@@ -11,6 +11,7 @@ read in that step. Validation is at the final context from the first evaluation 
     number = stage_of(stages, cfg, step, progress)     # the same on all ranks
 """
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -45,7 +46,7 @@ class Stage:
 
 def steps_before(start, max_iters):
     """Return the number of steps after which a stage begins, if no time decides."""
-    return start if isinstance(start, int) else (2 * start * max_iters + 1) // 2  # the nearest
+    return start if isinstance(start, int) else math.floor(start * max_iters + Fraction(1, 2))
 
 
 def make_stages(cfg, values, dataset, layout):
@@ -56,8 +57,8 @@ def make_stages(cfg, values, dataset, layout):
     later = parse_stages(cfg.then)
     contexts = [cfg.block_size, *(context for context, _ in later)]
     steps = [steps_before(start, cfg.max_iters) for _, start in later]
-    late = max(steps, default=0) >= cfg.max_iters and not cfg.eval_only  # the last stage would never begin
-    if contexts != sorted(set(contexts)) or steps != sorted(steps) or late:
+    late = any(start >= cfg.max_iters for _, start in later)  # a step, as shares are below 1: it would never begin
+    if contexts != sorted(set(contexts)) or steps != sorted(steps) or (late and not cfg.eval_only):
         raise ValueError(
             f"then must have contexts that grow from block_size={cfg.block_size} on and start one after the other, "
             f"before max_iters={cfg.max_iters}, got {cfg.then!r}, contexts that start after {steps} steps"
@@ -94,14 +95,13 @@ def stage_of(stages, cfg, step, progress):
     It depends on the step and, for shares under a max_seconds, on progress.seconds. A run never goes back: the stages
     that it has entered are in progress.stages.
     """
-    share = cfg.max_seconds and progress.seconds / cfg.max_seconds
-    begun = [
-        number
-        for number, stage in enumerate(stages)
-        if step >= steps_before(stage.start, cfg.max_iters)
-        or (isinstance(stage.start, Fraction) and share >= stage.start)
-    ]
-    return max(len(progress.stages), *begun)
+    share = progress.seconds / cfg.max_seconds if cfg.max_seconds else 0.0
+    number = len(progress.stages)
+    for i, stage in enumerate(stages):
+        by_time = isinstance(stage.start, Fraction) and share >= stage.start
+        if by_time or step >= steps_before(stage.start, cfg.max_iters):
+            number = max(number, i)
+    return number
 
 
 def enter_stage(stages, number, progress):
