@@ -58,7 +58,7 @@ def make_stages(cfg, values, dataset, layout):
     contexts = [cfg.block_size, *(context for context, _ in later)]
     steps = [steps_before(start, cfg.max_iters) for _, start in later]
     late = any(start >= cfg.max_iters for _, start in later)  # a step, as shares are below 1: it would never begin
-    if contexts != sorted(set(contexts)) or steps != sorted(steps) or (late and not cfg.eval_only):
+    if contexts != sorted(set(contexts)) or steps != sorted(steps) or late:
         raise ValueError(
             f"then must have contexts that grow from block_size={cfg.block_size} on and start one after the other, "
             f"before max_iters={cfg.max_iters}, got {cfg.then!r}, contexts that start after {steps} steps"
