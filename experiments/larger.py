@@ -1,8 +1,8 @@
 """Does the distance to softmax shrink or grow with the model? GPT-2 124M's shape beside the 17M of experiments.recipe.
 
 12 layers of a width of 768 read the same corpus in as many steps of as many tokens as experiments.recipe, with the same
-parts and one seed. With a vocabulary of 8,192 they have 98M parameters, so the table calls them 124M by their shape.
-Their rate is half of the recipe's, because larger models want lower ones.
+parts and one seed. With a vocabulary of 8,192 they have 98M parameters. Their rate is half of the recipe's, because
+larger models want lower ones.
 
     pip install flash-linear-attention      # for forgetting, on GPUs
 """
