@@ -55,9 +55,8 @@ def read_modules():
     sources = {}
     for name, module in sorted(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or ".")
-        package = name.partition(".")[0]
         installed = {"site-packages", "dist-packages"}.intersection(path.parts)
-        if path.suffix == ".py" and path.is_file() and not installed and package not in KNOWN:
+        if path.suffix == ".py" and path.is_file() and not installed and name.partition(".")[0] not in KNOWN:
             sources[name] = path.read_bytes()
     return sources
 
@@ -103,7 +102,8 @@ def warn_of_changes(action, record, places=MODEL):
     action: the beginning of the line, "out/a was trained with". If record is None or damaged, nothing is known.
     """
     with suppress(AttributeError, KeyError, TypeError):
-        is_same = record.get("bytes") == hash_sources(read_sources(TRAINING))
-        if not is_same and (names := changed_files(record, record_code(places), places)):
+        if record.get("bytes") == hash_sources(read_sources(TRAINING)):
+            return
+        if names := changed_files(record, record_code(places), places):
             line = "%s other code (sympow %s, here %s): %s"
             logging.getLogger(__name__).warning(line, action, record["version"], sympow.__version__, names)

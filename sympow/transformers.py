@@ -94,7 +94,7 @@ class StateLayer(CacheLayerMixin):
 
     A token that was masked when it was read stays so, whatever later masks say of it; they cannot hide another one.
     Attributes: state (None before any token), tokens (how many have been read, masked ones too), seen ([B], how many of
-    them were not masked, None before any token), waiting (True if keys of a PowerLayer are on their way to `attend`).
+    them were not masked, None before any token).
     """
 
     is_compileable = is_sliding = is_croppable = supports_early_init = False
@@ -107,7 +107,6 @@ class StateLayer(CacheLayerMixin):
         """Forget all tokens."""
         self.state = self.seen = None
         self.tokens = 0
-        self.waiting = False
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Raise ValueError: this cache has no keys and values for another model's attention."""
@@ -154,9 +153,14 @@ class PowerLayer(StateLayer):
     with this layer as their attribute `power_layer`, by which `attend` finds it.
     """
 
-    def __init__(self, switch_over="auto"):
+    def __init__(self, switch_over):
         super().__init__()
         self.switch_over = switch_over
+
+    def reset(self):
+        """Forget all tokens."""
+        super().reset()
+        self.waiting = False
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Return the new keys and values [B, Hkv, n, D] for `attend`.
