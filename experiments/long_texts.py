@@ -104,7 +104,7 @@ def timed_run(size, name, way, record, seed=SEEDS[0]):
 
 def swapped_cell(entry):
     """Return how much more loss a text's end has behind foreign text."""
-    return mean_of_texts(entry.measured("swapped"))
+    return mean_of_texts(entry.measured("swapped"), entry)
 
 
 def text_loss(record):

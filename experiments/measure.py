@@ -48,17 +48,17 @@ def main(run):
 
 
 def positions(model, dataset, length, documents, skip, window=0, bounds=()):
-    """Return texts, the mean loss of each held-out text of `length` tokens, and spans, the mean losses of all of them
-    between positions that are neighbours in bounds.
+    """Return texts, the mean loss of each held-out text of `length` tokens; projects, the project of each; and spans,
+    the mean losses of all of them between positions that are neighbours in bounds.
 
     skip: leave out the texts in the first tokens of the held-out split, as many as validation reads. window: read in
     windows of so many tokens that overlap by half, so that a token sees between half a window and a whole one; 0: read
     on with the state.
     """
-    texts = [read_tokens(dataset, start, length) for _, start in find_texts(dataset, length, documents, skip)]
-    losses = np.array([read_text(model, *text, window) for text in texts])
+    places = find_texts(dataset, length, documents, skip)
+    losses = np.array([read_text(model, *read_tokens(dataset, start, length), window) for _, start in places])
     spans = [losses[:, begin:end].mean() for begin, end in pairwise(bounds)]
-    return dict(texts=losses.mean(1).tolist(), spans=spans)
+    return dict(texts=losses.mean(1).tolist(), projects=[project for project, _ in places], spans=spans)
 
 
 def find_texts(dataset, length, documents, skip):

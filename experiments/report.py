@@ -7,9 +7,10 @@ plot({"softmax": (52.8, 1.66)}, "MB", "loss.png")
 A cell is a function of an Entry that returns a text or a number, and None or [] for what was not measured.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from statistics import fmean, stdev
 
 from sympow.compare import format_count, markdown
@@ -81,21 +82,32 @@ def span_columns(bounds):
     return [(f"{first:,} to {last:,}", partial(cell, index=i)) for i, (first, last) in enumerate(pairwise(bounds))]
 
 
-def mean_difference(differences):
-    """Return the mean of differences ± half of its 95% confidence interval; one has no interval, and none no mean."""
-    count = len(differences)
-    if count < 2:
-        return f"{differences[0]:+.4f}" if count else None
-    error = STUDENT[min(count - 1, len(STUDENT)) - 1] * stdev(differences) / count**0.5
-    return f"{fmean(differences):+.4f} ± {error:.4f}"
+def mean_difference(differences, groups=None):
+    """Return the mean of differences ± half of its 95% confidence interval; one has no interval, and none no mean.
 
-
-def mean_of_texts(differences):
-    """Return `mean_difference` over the texts, of each one's mean over the seeds.
-
-    differences: for each seed a list with a difference of each text.
+    groups: the group of each difference, None for one alone. Differences of a group rise and fall together, so the
+    interval is that of the sums of groups (Liang and Zeger, 1986).
     """
-    return mean_difference([*map(fmean, zip(*differences))])
+    if not differences:
+        return None
+    mean, deviations = fmean(differences), Counter()
+    for group, difference in zip(groups or count(), differences):
+        deviations[group] += difference - mean
+    freedom = len(deviations) - 1
+    if not freedom:
+        return f"{mean:+.4f}"
+    variance = sum(x * x for x in deviations.values()) * (1 + 1 / freedom)  # of the sum of all differences
+    error = STUDENT[min(freedom, len(STUDENT)) - 1] * variance**0.5 / len(differences)
+    return f"{mean:+.4f} ± {error:.4f}"
+
+
+def mean_of_texts(differences, entry):
+    """Return `mean_difference` over the texts of an Entry, of each one's mean over the seeds.
+
+    differences: for each seed a list with a difference of each text. Texts of one project rise and fall together.
+    """
+    projects = [measured["projects"] for measured in entry.measured("positions")]
+    return mean_difference([*map(fmean, zip(*differences))], *projects[:1])
 
 
 def pairs_of_seeds(entry, base):
@@ -134,7 +146,7 @@ def texts_column(label, base):
     def cell(entry):
         pairs = pairs_of_seeds(entry, base)
         differences = [[x - y for x, y in zip(texts(record), texts(base_record))] for record, base_record in pairs]
-        return mean_of_texts(filter(None, differences))
+        return mean_of_texts(filter(None, differences), entry)
 
     return label, cell
 

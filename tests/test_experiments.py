@@ -179,14 +179,19 @@ def test_a_difference_has_a_confidence_interval_over_the_seeds_that_both_have():
 
 
 def test_a_difference_over_many_texts_takes_the_mean_of_the_seeds_that_both_have():
-    def row(**losses):
-        records = [dict(settings={"seed": s}, measures=dict(positions=dict(texts=x))) for s, x in losses.items()]
+    def row(projects=range(64), **losses):
+        measures = [dict(positions=dict(texts=texts, projects=projects)) for texts in losses.values()]
+        records = [dict(settings={"seed": seed}, measures=measured) for seed, measured in zip(losses, measures)]
         return Entry("", [*records, dict(settings={"seed": "not measured"})])
 
     _, cell = report.texts_column("", row(a=64 * [1.0], b=64 * [2.0], c=64 * [9.0]))
     both, one = row(a=[2.0, 4.0] * 32, b=64 * [3.0], d=64 * [0.0]), row(b=[2.0, 4.0] * 32)
     assert cell(both) == "+1.5000 ± 0.1342" and cell(one) == "+1.0000 ± 0.2685"  # 2.131 / sqrt(63)
     assert cell(row(d=64 * [0.0])) is None
+    # texts of a project differ alike: two projects of 16 texts and one of 32 are three values, with weights
+    projects = row(projects=[*16 * "x", *16 * "y", *32 * "z"], a=[2.0] * 32 + [4.0] * 32)
+    assert cell(projects) == f"+2.0000 ± {4.303 * (1.5 * (16**2 + 16**2 + 32**2)) ** 0.5 / 64:.4f}"
+    assert cell(row(projects=64 * ["x"], a=[2.0, 4.0] * 32)) == "+2.0000"
 
 
 # ---- measurements
@@ -216,7 +221,8 @@ def test_long_texts_are_of_one_project_and_spans_are_means_of_positions(source, 
     contents = [b"".join(text for _, text in sorted(files.items())) for files in projects.values()]
     for text in texts:
         assert any(text[:40] in content and text[-40:] in content for content in contents)
-    assert measured == dict(texts=[511.5, 611.5], spans=[50.5, 562.5])
+    assert measured == dict(texts=[511.5, 611.5], projects=measured["projects"], spans=[50.5, 562.5])
+    assert {*measured["projects"]} <= {*dataset.meta["held_out"]} and len(measured["projects"]) == 2
 
 
 # ---- runs
@@ -242,7 +248,7 @@ def plan(size):
 
 MEASURED = dict(
     size=dict(parameters=9, bytes=[10**6, 2 * 10**6, 3 * 10**6]),
-    positions=dict(texts=[1.0, 2.0], spans=3 * [1.75]),
+    positions=dict(texts=[1.0, 2.0], projects=["a", "b"], spans=3 * [1.75]),
     swapped=[0.5, 0.5],
     far=dict(texts=[1.0, 2.0]),
     speed={"64": 1000.0, "1024": 2000.0},
