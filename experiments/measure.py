@@ -55,10 +55,10 @@ def positions(model, dataset, length, documents, skip, window=0, bounds=()):
     windows of so many tokens that overlap by half, so that a token sees between half a window and a whole one; 0: read
     on with the state.
     """
-    places = find_texts(dataset, length, documents, skip)
-    losses = np.array([read_text(model, *read_tokens(dataset, start, length), window) for _, start in places])
+    projects, starts = zip(*find_texts(dataset, length, documents, skip))
+    losses = np.array([read_text(model, *read_tokens(dataset, start, length), window) for start in starts])
     spans = [losses[:, begin:end].mean() for begin, end in pairwise(bounds)]
-    return dict(texts=losses.mean(1).tolist(), projects=[project for project, _ in places], spans=spans)
+    return dict(texts=losses.mean(1).tolist(), projects=projects, spans=spans)
 
 
 def find_texts(dataset, length, documents, skip):

@@ -10,7 +10,7 @@ A cell is a function of an Entry that returns a text or a number, and None or []
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 from statistics import fmean, stdev
 
 from sympow.compare import format_count, markdown
@@ -40,7 +40,12 @@ class Entry:
 
     def measured(self, name):
         """Return the results of a measure of measure.py, one for each seed that has it."""
-        return [record["measures"][name] for record in self.records if name in record.get("measures", ())]
+        return [result for record in self.records if (result := measured(record, name)) is not None]
+
+
+def measured(record, name):
+    """Return the results of a measure of measure.py in a record, or None."""
+    return record.get("measures", {}).get(name)
 
 
 def entries_of(records):
@@ -65,19 +70,19 @@ def spread(values):
 
 def loss_cell(entry):
     """Return the validation loss over the seeds."""
-    return spread([val_loss(record) for record in entry.records])
+    return spread([*map(val_loss, entry.records)])
 
 
 def texts_cell(entry, measure):
     """Return the mean loss of the texts that are read in windows ("positions") or at once ("far"), over the seeds."""
-    return spread([fmean(measured["texts"]) for measured in entry.measured(measure)])
+    return spread([fmean(result["texts"]) for result in entry.measured(measure)])
 
 
 def span_columns(bounds):
     """Return the columns of the mean losses of texts between positions that are neighbours in bounds."""
 
     def cell(entry, index):
-        return spread([measured["spans"][index] for measured in entry.measured("positions")])
+        return spread([result["spans"][index] for result in entry.measured("positions")])
 
     return [(f"{first:,} to {last:,}", partial(cell, index=i)) for i, (first, last) in enumerate(pairwise(bounds))]
 
@@ -85,19 +90,18 @@ def span_columns(bounds):
 def mean_difference(differences, groups=None):
     """Return the mean of differences ± half of its 95% confidence interval; one has no interval, and none no mean.
 
-    groups: the group of each difference, None for one alone. Differences of a group rise and fall together, so the
-    interval is that of the sums of groups (Liang and Zeger, 1986).
+    groups: the group of each difference, None for one alone. Differences of a group rise and fall together, so a
+    group counts as one observation (Liang and Zeger, 1986).
     """
     if not differences:
         return None
-    mean, deviations = fmean(differences), Counter()
-    for group, difference in zip(groups or count(), differences):
-        deviations[group] += difference - mean
-    freedom = len(deviations) - 1
-    if not freedom:
+    mean, sums = fmean(differences), Counter()
+    for group, difference in zip(groups or range(len(differences)), differences):
+        sums[group] += difference - mean
+    n = len(sums)
+    if n < 2:
         return f"{mean:+.4f}"
-    variance = sum(x * x for x in deviations.values()) * (1 + 1 / freedom)  # of the sum of all differences
-    error = STUDENT[min(freedom, len(STUDENT)) - 1] * variance**0.5 / len(differences)
+    error = STUDENT[: n - 1][-1] * stdev(sums.values()) * n**0.5 / len(differences)
     return f"{mean:+.4f} ± {error:.4f}"
 
 
@@ -106,8 +110,8 @@ def mean_of_texts(differences, entry):
 
     differences: for each seed a list with a difference of each text. Texts of one project rise and fall together.
     """
-    projects = [measured["projects"] for measured in entry.measured("positions")]
-    return mean_difference([*map(fmean, zip(*differences))], *projects[:1])
+    positions = entry.measured("positions")
+    return mean_difference([*map(fmean, zip(*differences))], positions and positions[0]["projects"])
 
 
 def pairs_of_seeds(entry, base):
@@ -140,13 +144,10 @@ def seeds_column(label, base):
 def texts_column(label, base):
     """Return the column of the differences to the Entry base over the texts in windows."""
 
-    def texts(record):
-        return record.get("measures", {}).get("positions", {}).get("texts", ())
-
     def cell(entry):
-        pairs = pairs_of_seeds(entry, base)
-        differences = [[x - y for x, y in zip(texts(record), texts(base_record))] for record, base_record in pairs]
-        return mean_of_texts(filter(None, differences), entry)
+        results = [[measured(record, "positions") for record in pair] for pair in pairs_of_seeds(entry, base)]
+        differences = [[x - y for x, y in zip(*(result["texts"] for result in pair))] for pair in results if all(pair)]
+        return mean_of_texts(differences, entry)
 
     return label, cell
 
@@ -173,10 +174,10 @@ def bytes_column(lengths):
 
 
 def tokens_cell(entry):
-    """Return the tokens of training, with the number of epochs if they are more than one."""
+    """Return the tokens of training and the number of epochs."""
     record = entry.record
     epochs = record["tokens"] / record["corpus"]["tokens"]["train"]
-    return format_count(record["tokens"]) + (f" ({epochs:.1f} epochs)" if epochs > 1.05 else "")
+    return f"{format_count(record['tokens'])} ({epochs:.1f} epochs)"
 
 
 def table(title, columns, entries):

@@ -349,7 +349,7 @@ def test_long_texts_are_reported_by_way_of_training_beside_the_better_softmax(ex
     options, names = dict(name="long_texts", experiment=(long_texts.plan, long_texts.report)), long_texts.NAMES
     assert main(**options) == 3 and started == [f"{name}, speed" for name in names]
     assert main(**options) == 0 and started[8:] == [f"{name}, {way}" for name in names for way in long_texts.SHARES]
-    row = "| forgetting, in stages | 200 | 1.0000 | 1.5000 | +0.0000 ± 0.0000 | +0.0000 ± 0.0000 |"
+    row = "| forgetting, in stages | 200 (0.0 epochs) | 1.0000 | 1.5000 | +0.0000 ± 0.0000 | +0.0000 ± 0.0000 |"
     row += " 1.7500 | 1.7500 | 1.7500 | +0.5000 ± 0.0000 | 1.0 / 2.0 / 3.0 |"
     assert row in pathlib.Path("out/experiments/tiny/long_texts.md").read_text()
 
