@@ -1,4 +1,4 @@
-"""Does the order of experiments.recipe hold for English prose? Its contenders at their best rates, with three seeds.
+"""Does the order of experiments.recipe hold for English prose? Its contenders at their best rates, up to three seeds.
 
     python -m experiments.prose
     python data/source/prepare.py --root prose --suffix=.txt --tokenizer=bpe:8192 --val_fraction=0.05 --out=data/prose
