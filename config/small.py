@@ -5,7 +5,7 @@ One GPU reads its 131 M tokens in two minutes, for example of source code:
     python data/source/prepare.py --root ~/src --tokenizer=bpe:8192 --val_fraction=0.05 --out=data/source_bpe
 
 Give --dataset=NAME for another one, --attention=softmax --output_gate=True to compare, --p=2 for a small state, and for
-the hybrid, whose cost is constant, at a loss near softmax's:
+the hybrid, with a constant cost and nearly softmax's loss:
 
     python train.py config/small.py --p=2 --attention=sympow_gating,sympow_gating,sympow_gating,softmax --window=2048
 """
