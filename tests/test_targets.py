@@ -3,6 +3,8 @@
 import json
 import os
 import runpy
+import shutil
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -15,6 +17,7 @@ pytest.importorskip("triton.backends.nvidia", reason="Triton has no wheel for th
 
 from targets import TARGETS  # noqa: E402
 from test_kernels import GPU, inputs  # noqa: E402
+from test_package import pip  # noqa: E402
 
 from sympow.generation import decoder as decoding  # noqa: E402
 from sympow.generation.steps import Sampler  # noqa: E402
@@ -33,9 +36,9 @@ MORE_SPILLS = {  # (kernel, target) -> why up to 512 bytes
 # ---- machine code
 
 
-def compile_kernels(*options):
+def compile_kernels(*options, **env):
     """Return the rows that tests/targets.py prints."""
-    done = run(f"{ROOT}/tests/targets.py", *options, env={"TRITON_INTERPRET": None})
+    done = run(f"{ROOT}/tests/targets.py", *options, env={"TRITON_INTERPRET": None, **env})
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -53,6 +56,15 @@ def test_kernels_compile_fit_and_do_not_spill(targets):
         assert row["spills"] <= (512 if (kernel, target) in MORE_SPILLS else SPILLS), row
     assert len({row["kernel"] for row in rows}) > 30
     assert {row["target"] for row in rows} == ({*TARGETS} if targets == "once" else {targets})
+
+
+@pytest.mark.slow
+def test_kernels_compile_with_the_triton_of_the_oldest_torch(tmp_path, request):
+    """Torch 2.11 brings Triton 3.6, which does not compile all that later ones do."""
+    request.addfinalizer(lambda: shutil.rmtree(tmp_path / "triton"))  # 600 MB
+    pip(sys.executable, "install", "--no-deps", "--target", tmp_path, "triton==3.6.0")
+    rows = compile_kernels("--target", "sm_90", PYTHONPATH=str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert len(rows) > 200 and not [row for row in rows if "error" in row]
 
 
 @pytest.mark.slow
