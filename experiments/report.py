@@ -145,8 +145,12 @@ def texts_column(label, base):
     """Return the column of the differences to the Entry base over the texts in windows."""
 
     def cell(entry):
-        results = [[measured(record, "positions") for record in pair] for pair in pairs_of_seeds(entry, base)]
-        differences = [[x - y for x, y in zip(*(result["texts"] for result in pair))] for pair in results if all(pair)]
+        differences = []
+        for pair in pairs_of_seeds(entry, base):
+            results = [measured(record, "positions") for record in pair]
+            if all(results):
+                losses = zip(*(result["texts"] for result in results))
+                differences.append([x - y for x, y in losses])
         return mean_of_texts(differences, entry)
 
     return label, cell
