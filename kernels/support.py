@@ -9,6 +9,7 @@ chunked/       passes, the chunked form forward and backward, and its kernels: p
                update_state, discumsum, query_state, query_gradient_p2, query_gradient_p4
 heinsen/       passes, Heinsen's log attention, and operator, its torch operator
 decode/        one token of generation: power, softmax, heinsen, linear, sampling; rotary and prompt, for prompts
+convolution    the convolution over tokens
 common         what the kernels share: units, exact products, program maps
 cross_entropy  losses and their gradients in one pass over the logits
 layout         which features a state has, and in what order the kernels store them

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..attention.operator.backend import transforms_active
+from ..attention.operator import backend
 from ..attention.operator.dispatch import prompt_kernels
 
 
@@ -26,10 +26,10 @@ class Convolution(nn.Module):
         resets [B, T] bool or None: a token where it is true sees nothing before it. recent [B, n - 1, H, D]: the inputs
         before x, as `last_inputs` returned them, or None before the first token.
         """
-        if kernels := prompt_kernels(x):
-            return kernels.convolve(x, self.weight, resets, recent)
+        if prompt_kernels(x):
+            return backend.convolution().convolve(x, self.weight, resets, recent)
         documents = self._documents(resets)
-        if recent is None and not transforms_active():
+        if recent is None and not backend.transforms_active():
             return ShiftedSum.apply(x, self.weight, documents)
         return _sum(self._prepend(recent, x), self.weight, documents)
 

@@ -35,8 +35,9 @@ from sympow.generation.decoder import Decoder  # noqa: E402
 from sympow.generation.steps import Sampler  # noqa: E402
 from sympow.kernels.decode.sampling import sample_next_token  # noqa: E402
 from sympow.kernels import configs, operators  # noqa: E402
+from sympow.kernels.convolution import convolve  # noqa: E402
 from sympow.kernels.cross_entropy import cross_entropy_  # noqa: E402
-from sympow.kernels.decode.prompt import convolve, gate  # noqa: E402
+from sympow.kernels.decode.prompt import gate  # noqa: E402
 from sympow.kernels.decode.rotary import rotate  # noqa: E402
 from sympow.kernels.heinsen.operator import heinsen_attention  # noqa: E402
 from sympow.kernels.support import DTYPES  # noqa: E402

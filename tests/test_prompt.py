@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this system")
 from numerics import DEVICE, GPU, relative_error  # noqa: E402
 
 from sympow.attention.operator import check, dispatch  # noqa: E402
+from sympow.kernels import convolution as convolution_kernels  # noqa: E402
 from sympow.kernels.decode import prompt  # noqa: E402
 from sympow.layers import convolution, output_gate  # noqa: E402
 from sympow.layers.convolution import Convolution  # noqa: E402
@@ -33,7 +34,7 @@ def test_a_convolved_prompt_equals_float64(T, H, D, n, continued, packed, dtype)
     layer, x = Convolution(H * D, n).to(DEVICE), heads(2, T, H, D, dtype=dtype)
     recent = heads(2, n - 1, H, D, dtype=dtype) if continued else None
     resets = torch.rand(2, 2 * T, device=DEVICE)[:, ::2] < 0.2 if packed else None
-    y = prompt.convolve(x, layer.weight, resets, recent)
+    y = convolution_kernels.convolve(x, layer.weight, resets, recent)
     expected = layer.double()(x.double(), resets, recent.double() if continued else None)
     assert y.dtype == dtype and relative_error(y, expected, 0) < ROUNDING[dtype]
 
@@ -52,17 +53,17 @@ def test_a_gated_prompt_equals_float64(T, H, D, eps, dtype):
 @torch.no_grad()
 def test_numbers_that_do_not_stand_side_by_side_are_read_as_they_are():
     x, layer, norm = torch.randn(2, 5, 3, 16, device=DEVICE)[..., ::2], Convolution(24, 4), OutputGate(8)
-    y = prompt.convolve(x, layer.to(DEVICE).weight)
+    y = convolution_kernels.convolve(x, layer.to(DEVICE).weight)
     z = prompt.gate(x, x, norm.to(DEVICE).weight, norm.eps)
     assert relative_error(y, layer.double()(x.double()), 0) < 1e-6
     assert relative_error(z, norm.double()(x.double(), x.double()), 0) < 1e-6
 
 
-@pytest.mark.parametrize("kernel", ["convolve", "gate"])
-def test_the_comparison_before_a_prompt_finds_wrong_numbers(kernel, monkeypatch):
+@pytest.mark.parametrize("module,kernel", [(convolution_kernels, "convolve"), (prompt, "gate")])
+def test_the_comparison_before_a_prompt_finds_wrong_numbers(module, kernel, monkeypatch):
     size = check.Size("prompt", torch.float32, 20)
     assert check.errors(size, 37, DEVICE)["y"] < 1e-6
-    monkeypatch.setattr(prompt, kernel, lambda x, *args, **options: x)
+    monkeypatch.setattr(module, kernel, lambda x, *args, **options: x)
     assert check.errors(size, 37, DEVICE)["y"] > 0.1
 
 

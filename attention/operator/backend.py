@@ -57,8 +57,15 @@ def rotary():
     return rotary
 
 
+def convolution():
+    """Return the module kernels.convolution: the convolution over tokens in one pass."""
+    from ...kernels import convolution
+
+    return convolution
+
+
 def prompt():
-    """Return the module kernels.decode.prompt: the convolution and the output's gate in one pass each."""
+    """Return the module kernels.decode.prompt: the gate on the output in one pass."""
     from ...kernels.decode import prompt
 
     return prompt

@@ -125,8 +125,8 @@ def create_prompt_inputs(size, T, randn):
 
 
 def read_prompt(x, gate, recent, weight):
-    kernels = backend.prompt()
-    return torch.cat((kernels.convolve(x, weight, recent=recent), kernels.gate(x, gate, weight[0], 1e-5)))
+    convolved = backend.convolution().convolve(x, weight, recent=recent)
+    return torch.cat((convolved, backend.prompt().gate(x, gate, weight[0], 1e-5)))
 
 
 def prompt_specification(x, gate, recent, weight):
