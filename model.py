@@ -135,8 +135,7 @@ class Attention(nn.Module):
         if not self.replaces_mlp:
             self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=config.bias)
         self.mix = variant(config)  # a Variant; saved files have this name
-        channels = sum(self.heads[:3]) * config.head_dim
-        self.conv = Convolution(channels, config.convolution) if config.convolution else None
+        self.conv = Convolution(self.heads, config.head_dim, config.convolution) if config.convolution else None
         self.output_gate = OutputGate(config.head_dim) if config.output_gate else None
         self.q_norm = HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = HeadNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
@@ -316,9 +315,8 @@ class GPT(nn.Module):
         x, resets, _ = self._embed(ids)
         for i, block in enumerate(self.transformer.h):
             (normed, heads), attention = block.attn.project(x, block.ln_1, ids.shape), block.attn.mix
-            qkv, _ = split_heads(block.attn, heads)
-            qkv = normalize_heads(block.attn, block.attn.conv(qkv, resets) if block.attn.conv else qkv)
-            for name, value in attention.statistics(normed, attention.split(qkv)[0]).items():
+            q, *_ = normalize_heads(block.attn, *split_heads(block.attn, heads, resets)[:3])
+            for name, value in attention.statistics(normed, q).items():
                 statistics.setdefault(name, [None] * self.config.n_layer)[i] = value
             x = sum(block(x, None, ids.shape, resets)[:2])
         self.train(training)

@@ -135,7 +135,7 @@ class AdaptivePower(KVCacheVariant):
 
     def forward(self, x, qkv, resets=None, state=None):
         """Return (y [B, n, H, D], the state after the n tokens, or None without a state)."""
-        powers, positions = self.power(self.split(qkv)[0]), self.positions(x, state)
+        powers, positions = self.power(qkv[0]), self.positions(x, state)
         q, k, v = self.rotate(qkv, positions)
         log_g = reset_gates(resets, None, k)
         if self.is_mixture and state is not None:

@@ -196,7 +196,7 @@ class Heinsen(Variant):
 
     def forward(self, x, qkv, resets=None, state=None):
         """Compute y_i = sum_j w_ij v_j / sum_j w_ij with w_ij = sum_d exp(q_id + k_jd), over j <= i."""
-        q, k, v = self.split(qkv)
+        q, k, v = qkv
         if state is None:
             return heinsen_attention(q, k, v, resets=resets, **self.settings), None
         if not isinstance(state, HeinsenState):

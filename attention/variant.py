@@ -182,25 +182,20 @@ class Variant(nn.Module):
     def forward(self, x, qkv, resets=None, state=None):
         """Attend causally.
 
-        x [B, T, n_embd] is the layer's normalised input, or its products (see `input_weight`), and qkv [B, T, H + 2
-        Hkv, D] its projections, after the convolution if there is one, under autocast in its dtype: the heads of q,
-        then of k, then of v, not rotated; `split` or `rotate` makes three tensors of it. Query head h belongs to
-        key/value head h // (H / Hkv). resets [B, T] bool or None: a token where it is true sees nothing before it.
-        state: the State of the tokens before, or None in training. With a state T is 1 or the length of a piece of a
-        text, and calls with pieces give what one call with all tokens would.
+        x [B, T, n_embd] is the layer's normalised input, or its products (see `input_weight`), and qkv its projections,
+        (q [B, T, H, D], k and v [B, T, Hkv, D]), after the convolution if there is one, under autocast in its dtype;
+        `rotate` rotates them. Query head h belongs to key/value head h // (H / Hkv). resets [B, T] bool or None: a
+        token where it is true sees nothing before it. state: the State of the tokens before, or None in training. With
+        a state T is 1 or the length of a piece of a text, and calls with pieces give what one call with all tokens
+        would.
         Returns (y [B, T, H, D] in qkv's dtype, the state after these tokens, or None if there was none).
         """
         raise NotImplementedError
 
-    def split(self, qkv):
-        """Return views of qkv [B, T, H + 2 Hkv, D]: q [B, T, H, D], k and v [B, T, Hkv, D], not rotated."""
-        Hkv = self.config.n_kv_head
-        return qkv.split((self.config.n_head, Hkv, Hkv), dim=2)
-
     def rotate(self, qkv, positions):
-        """Return what `split` does, but q and k rotated by the positions [T] or [B, T] float64 of their tokens. In a
-        layer with positions=learned or none they are as they are."""
-        q, k, v = self.split(qkv)
+        """Return (q, k, v), q and k rotated by the positions [T] or [B, T] float64 of their tokens. In a layer with
+        positions=learned or none they are as they are."""
+        q, k, v = qkv
         if POSITIONS[self.config.positions]:
             factors = rotation_of(q, positions, self.rope_base, self.config.rope_unit)
             q, k = (rotate(x, *factors) for x in (q, k))

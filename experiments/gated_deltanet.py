@@ -57,8 +57,8 @@ class GatedDeltaNet(Variant):
 
     def forward(self, x, qkv, resets=None, state=None):
         previous = state or self.empty_state(len(x), x.device)
-        T = qkv.shape[1]
-        qkv, gate = qkv.flatten(2).tensor_split((sum(self.widths),), dim=2)
+        T = x.shape[1]
+        qkv, gate = torch.cat(qkv, dim=2).flatten(2).tensor_split((sum(self.widths),), dim=2)
         inputs = torch.cat((previous.inputs.to(qkv.dtype), qkv), 1)  # [B, 3 + T, H (2 D + E)]
         mixed = sum(inputs[:, i : i + T] * self.conv[:, i].to(qkv.dtype) for i in range(WIDTH))
         q, k, v = (t.unflatten(-1, (len(self.log_rate), -1)) for t in F.silu(mixed).split(self.widths, dim=2))

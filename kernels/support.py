@@ -36,7 +36,7 @@ import torch
 HEAD_DIMS, POWERS, DTYPES = (16, 32, 64, 128), (2, 4, 6, 8), (torch.bfloat16, torch.float32)
 CHUNKED_SIZES = ((16, 2), (32, 2), (64, 2), (128, 2), (16, 4), (32, 4), (64, 4))  # (width, p) of the chunked form
 QUADRATIC_WIDTHS = (*HEAD_DIMS, 256)
-POINTWISE = ("rotary", "prompt", "cross_entropy")
+POINTWISE = ("rotary", "convolution", "prompt", "cross_entropy")
 SOURCES = Path(__file__).parent
 
 

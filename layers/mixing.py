@@ -16,39 +16,35 @@ def mix_tokens(layer, x, heads, resets, state):
 
     layer.mix is a Variant, conv a Convolution or None, output_gate an OutputGate or None, q_norm and k_norm are
     HeadNorms or None. heads: q, k and v together, [B, T, H + 2 Hkv, D], and behind them H heads more with an output
-    gate. x, resets, state: as for Variant.forward.
+    gate, as layer.heads counts them. x, resets, state: as for Variant.forward.
     """
-    qkv, gate = split_heads(layer, heads)
-    inputs = None
-    if layer.conv is not None:
-        recent = state and state.conv_inputs
-        inputs = state and layer.conv.last_inputs(qkv, resets, recent)
-        context = layer.mix.context if state is None else None
-        qkv = convolve_in_context(layer.conv, qkv, resets, context) if context else layer.conv(qkv, resets, recent)
-    y, state = layer.mix(x, normalize_heads(layer, qkv), resets, state)
-    if inputs is not None:
-        state = replace(state, conv_inputs=inputs)
-    return y if gate is None else layer.output_gate(y, gate), state
+    q, k, v, *gate = split_heads(layer, heads, resets, state)
+    y, new_state = layer.mix(x, normalize_heads(layer, q, k, v), resets, state)
+    if layer.conv is not None and state is not None:
+        inputs = layer.conv.last_inputs(heads, resets, state.conv_inputs)
+        new_state = replace(new_state, conv_inputs=inputs)
+    return layer.output_gate(y, *gate) if gate else y, new_state
 
 
-def convolve_in_context(conv, qkv, resets, context):
-    """Return conv(qkv, resets) of this rank's tokens of sequences that the ranks of a Context share."""
+def split_heads(layer, heads, resets, state=None):
+    """Return q, k and v, convolved if the layer does that, and the gate if there is one. Arguments: as above."""
+    if layer.conv is None:
+        return heads.split(layer.heads, dim=2)
+    if state is None and layer.mix.context is not None:
+        return convolve_in_context(layer.conv, heads, resets, layer.mix.context)
+    return layer.conv(heads, resets, state and state.conv_inputs)
+
+
+def convolve_in_context(conv, heads, resets, context):
+    """Return conv(heads, resets) of this rank's tokens of sequences that the ranks of a Context share."""
     n = len(conv.weight) - 1
     if resets is not None:
         resets = context.split_overlapping(resets.to(torch.int32), n).bool()
-    return context.join(conv(context.split_overlapping(qkv, n), resets)[:, n:])
+    return [context.join(x[:, n:]) for x in conv(context.split_overlapping(heads, n), resets)]
 
 
-def normalize_heads(layer, qkv):
-    """Return qkv with the heads of q and of k normalised, if the layer does that."""
+def normalize_heads(layer, q, k, v):
+    """Return (q, k, v), the heads of q and of k normalised if the layer does that."""
     if layer.q_norm is None:
-        return qkv
-    q, k, v = layer.mix.split(qkv)
-    return torch.cat((layer.q_norm(q), layer.k_norm(k), v), dim=2).to(qkv.dtype)
-
-
-def split_heads(layer, heads):
-    """Return (q, k and v together, the gate or None), views of `heads`."""
-    if layer.output_gate is None:
-        return heads, None
-    return heads.tensor_split((-layer.mix.config.n_head,), dim=2)
+        return q, k, v
+    return layer.q_norm(q).to(q.dtype), layer.k_norm(k).to(k.dtype), v

@@ -35,7 +35,7 @@ from sympow.generation.decoder import Decoder  # noqa: E402
 from sympow.generation.steps import Sampler  # noqa: E402
 from sympow.kernels.decode.sampling import sample_next_token  # noqa: E402
 from sympow.kernels import configs, operators  # noqa: E402
-from sympow.kernels.convolution import convolve  # noqa: E402
+from sympow.kernels.convolution import convolve, differentiable_convolve  # noqa: E402
 from sympow.kernels.cross_entropy import cross_entropy_  # noqa: E402
 from sympow.kernels.decode.prompt import gate  # noqa: E402
 from sympow.kernels.decode.rotary import rotate  # noqa: E402
@@ -94,6 +94,14 @@ def cross_entropy(dtype, V):
     cross_entropy_(torch.zeros(TOKENS, V, dtype=dtype), torch.zeros(TOKENS, dtype=torch.int64), V - 5, True)
 
 
+def convolution(dtype, D, n):
+    """Convolve as in training: whole sequences, packed ones, and with a frozen weight."""
+    q, *_ = leaves(dtype, D)
+    weight, resets = torch.zeros(n, 3 * HEADS * D)[:, : HEADS * D], torch.zeros(1, TOKENS, dtype=torch.bool)
+    for inputs, options in ([q, weight.requires_grad_()], {}), ([q, weight], dict(resets=resets)), ([q], {}):
+        both_passes(lambda x, w=weight.detach(), resets=None: differentiable_convolve(x, w, resets), inputs, **options)
+
+
 @torch.inference_mode()
 def prompt(dtype, D, p, gated):
     q, k, v = torch.zeros(1, TOKENS, 6, D, dtype=dtype).split(2, 2)
@@ -133,6 +141,8 @@ TRAINING = [
     (quadratic, f32, 64, 4, True),
     (chunked, f32, 64, 2, True),
     (heinsen, f32, f32, 64),
+    (convolution, bf16, 64, 4),
+    (convolution, f32, 64, 4),
     (cross_entropy, bf16, 50304),
     (cross_entropy, f32, 50304),
 ]

@@ -140,10 +140,10 @@ def test_the_network_is_the_notebooks_on_all_heads_queries():
 def test_p_is_of_the_queries_before_they_are_rotated():
     mix, seen = tiny().transformer.h[0].attn.mix, []
     mix.power.register_forward_hook(lambda module, args, powers: seen.append((args[0], powers)))
-    qkv = torch.randn(1, 6, 8, 8)
+    qkv = torch.randn(1, 6, 8, 8).split((4, 2, 2), dim=2)
     y, _ = mix(torch.empty(1, 6, 32), qkv)
     ((queries, powers),) = seen
-    assert torch.equal(queries, qkv[:, :, :4])
+    assert torch.equal(queries, qkv[0])
     rotated = mix.rotate(qkv, torch.arange(1.0, 7.0, dtype=torch.float64))
     assert torch.allclose(y, naive.adaptive(*rotated, powers), atol=1e-5)
 
@@ -168,7 +168,7 @@ def test_bounds_of_p_need_not_be_integers_but_finite():
 
 
 def test_states_of_other_variants_are_refused():
-    qkv, x = torch.randn(1, 1, 8, 8), torch.empty(1, 1, 32)
+    qkv, x = torch.randn(1, 1, 8, 8).split((4, 2, 2), dim=2), torch.empty(1, 1, 32)
     S, z = torch.zeros(1, 2, 36, 8), torch.zeros(1, 2, 36)  # sympow's
     state = LayerState(torch.zeros(1, dtype=torch.float64), S=S, z=z)
     for adaptive, message in (("mixture", "has 366 features, got 36"), ("continuous", "has no S and z, got S")):

@@ -68,10 +68,10 @@ def test_what_is_compared_is_what_will_be_run(on_gpu, monkeypatch):
     assert forms == ["quadratic", "states", "states", "quadratic", "chunked", "states", "states", "states"]
     compared = []
     monkeypatch.setattr(check, "compare", lambda sizes, device: compared.extend(sizes) or "wrong")
-    for convolution, output_gate, prompt in (0, False, []), (4, False, ["prompt"]), (0, True, ["prompt"]):
+    for convolution, output_gate, parts in (0, False, []), (4, False, ["convolution"]), (0, True, ["prompt"]):
         config = GPTConfig(convolution=convolution, output_gate=output_gate)
         assert check.compare_plans([plans[0], plans[0]], torch.bfloat16, "cuda", config) == "wrong"
-        assert [size.form for size in compared] == ["rotary", "cross_entropy", *prompt, "quadratic"]
+        assert [size.form for size in compared] == ["rotary", "cross_entropy", *parts, "quadratic"]
         compared.clear()
 
 

@@ -126,8 +126,8 @@ def errors_of_convolution(context, n, tokens):
     """Return the largest relative error, on any rank, of a convolution of n tokens with resets at `tokens`: of y and
     the gradients."""
     torch.manual_seed(n)
-    conv = Convolution(6, n).double()
-    x, dy = torch.randn(2, 2, T, 2, 3, dtype=torch.float64)
+    conv = Convolution([2, 1, 1], 3, n).double()
+    x, dy = torch.randn(2, 2, T, 4, 3, dtype=torch.float64)
     resets = None
     if tokens is not None:
         resets = torch.zeros(2, T, dtype=torch.bool)
@@ -135,10 +135,10 @@ def errors_of_convolution(context, n, tokens):
     size = T // (context.size * context.pieces)
     mine = torch.cat([torch.arange(piece * size, (piece + 1) * size) for piece in context.mine])
     leaf, sequence = x[:, mine].requires_grad_(), x.clone().requires_grad_()
-    y = convolve_in_context(conv, leaf, None if resets is None else resets[:, mine], context)
+    y = torch.cat(convolve_in_context(conv, leaf, None if resets is None else resets[:, mine], context), dim=2)
     dx, dweight = torch.autograd.grad(y, (leaf, conv.weight), dy[:, mine])
     dist.all_reduce(dweight, group=context.group)
-    expected = conv(sequence, resets)
+    expected = torch.cat(conv(sequence, resets), dim=2)
     expected_dx, expected_dweight = torch.autograd.grad(expected, (sequence, conv.weight), dy)
     pairs = (y, expected[:, mine]), (dx, expected_dx[:, mine]), (dweight, expected_dweight)
     largest = torch.tensor(max(relative_error(x, reference, 0) for x, reference in pairs))

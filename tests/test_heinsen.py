@@ -400,7 +400,7 @@ def test_it_brings_its_position_embedding_and_a_gated_residual_layer_in_the_plac
 
 
 def test_the_state_of_another_variant_is_refused():
-    mix, qkv = ATTENTIONS["heinsen"](heinsen_config()), torch.randn(1, 1, 8, 8)
+    mix, qkv = ATTENTIONS["heinsen"](heinsen_config()), torch.randn(1, 1, 8, 8).split((4, 2, 2), dim=2)
     with pytest.raises(ValueError, match="the state of a heinsen layer must be a HeinsenState, got LayerState"):
         mix(None, qkv, None, LayerState.empty(1, "cpu"))
 

@@ -1,4 +1,4 @@
-"""The convolution's and the output gate's kernels for prompts, beside their modules in float64, alone and in models."""
+"""The output gate's kernel for prompts beside its module in float64; models that read by it and the convolution's."""
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from sympow.attention.operator import check, dispatch  # noqa: E402
 from sympow.kernels import convolution as convolution_kernels  # noqa: E402
 from sympow.kernels.decode import prompt  # noqa: E402
 from sympow.layers import convolution, output_gate  # noqa: E402
-from sympow.layers.convolution import Convolution  # noqa: E402
 from sympow.layers.output_gate import OutputGate  # noqa: E402
 from sympow.model import GPT, GPTConfig  # noqa: E402
 
@@ -23,20 +22,6 @@ def heads(*shape, dtype):
     """Return heads [B, T, H, D] as they stand among others in what c_attn returns."""
     B, T, H, D = shape
     return torch.randn(B, T, H + 2, D, device=DEVICE).to(dtype)[:, :, 1:-1]
-
-
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("T,H,D,n", [(1, 2, 16, 4), (37, 5, 64, 4), (5, 3, 20, 7), (33, 1, 8, 2)])
-@pytest.mark.parametrize("continued", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@torch.no_grad()
-def test_a_convolved_prompt_equals_float64(T, H, D, n, continued, packed, dtype):
-    layer, x = Convolution(H * D, n).to(DEVICE), heads(2, T, H, D, dtype=dtype)
-    recent = heads(2, n - 1, H, D, dtype=dtype) if continued else None
-    resets = torch.rand(2, 2 * T, device=DEVICE)[:, ::2] < 0.2 if packed else None
-    y = convolution_kernels.convolve(x, layer.weight, resets, recent)
-    expected = layer.double()(x.double(), resets, recent.double() if continued else None)
-    assert y.dtype == dtype and relative_error(y, expected, 0) < ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -52,19 +37,23 @@ def test_a_gated_prompt_equals_float64(T, H, D, eps, dtype):
 
 @torch.no_grad()
 def test_numbers_that_do_not_stand_side_by_side_are_read_as_they_are():
-    x, layer, norm = torch.randn(2, 5, 3, 16, device=DEVICE)[..., ::2], Convolution(24, 4), OutputGate(8)
-    y = convolution_kernels.convolve(x, layer.to(DEVICE).weight)
+    x, norm = torch.randn(2, 5, 3, 16, device=DEVICE)[..., ::2], OutputGate(8)
     z = prompt.gate(x, x, norm.to(DEVICE).weight, norm.eps)
-    assert relative_error(y, layer.double()(x.double()), 0) < 1e-6
     assert relative_error(z, norm.double()(x.double(), x.double()), 0) < 1e-6
 
 
-@pytest.mark.parametrize("module,kernel", [(convolution_kernels, "convolve"), (prompt, "gate")])
-def test_the_comparison_before_a_prompt_finds_wrong_numbers(module, kernel, monkeypatch):
-    size = check.Size("prompt", torch.float32, 20)
-    assert check.errors(size, 37, DEVICE)["y"] < 1e-6
-    monkeypatch.setattr(module, kernel, lambda x, *args, **options: x)
-    assert check.errors(size, 37, DEVICE)["y"] > 0.1
+@pytest.mark.parametrize(
+    "form,module,kernel",
+    [("convolution", convolution_kernels, name) for name in ("convolve", "differentiable_convolve", "_backward")]
+    + [("prompt", prompt, "gate")],
+)
+def test_the_comparison_before_they_are_used_finds_wrong_numbers(form, module, kernel, monkeypatch):
+    size = check.Size(form, torch.float32, 20)
+    assert max(check.errors(size, 37, DEVICE).values()) < 1e-6
+    launch = getattr(module, kernel)
+    double = lambda results: tuple(map(double, results)) if isinstance(results, tuple) else 2 * results
+    monkeypatch.setattr(module, kernel, lambda *args, **options: double(launch(*args, **options)))
+    assert max(check.errors(size, 37, DEVICE).values()) > 0.1
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -73,9 +62,9 @@ def test_a_model_reads_and_evaluates_by_them_as_by_its_modules(packed, monkeypat
     sizes = dict(vocab_size=40, n_layer=2, n_head=3, n_kv_head=1, n_embd=48, reset_token=3 if packed else -1)
     model = GPT(GPTConfig(attention="sympow_gating", **sizes)).to(DEVICE)
     ids, results = torch.randint(40, (2, 21), device=DEVICE), []
-    for kernels in (None, prompt):
-        for module in (convolution, output_gate):
-            monkeypatch.setattr(module, "prompt_kernels", lambda x, kernels=kernels: kernels)
+    for gate, convolve in ((None, None), (prompt, convolution_kernels)):
+        monkeypatch.setattr(output_gate, "prompt_kernels", lambda x, kernels=gate: kernels)
+        monkeypatch.setattr(convolution, "convolution_kernels", lambda x, kernels=convolve: kernels)
         logits, state = model.read(ids, model.empty_state(2), piece=8)
         inputs = [layer.conv_inputs for layer in state.layers]
         with torch.autocast(DEVICE, torch.bfloat16):

@@ -114,26 +114,41 @@ def create_rotary_inputs(size, T, randn):
     return dict(x=x), dict(cos=cos, sin=sin), randn(*x.shape).to(size.dtype)
 
 
-# ---- prompts: the convolution, and the gate on the output
+# ---- the convolution over tokens
+
+
+def create_convolution_inputs(size, T, randn):
+    """Create heads, a view of a fused projection's, weights, and the tokens before, which have no gradient."""
+    x, recent = (randn(2, tokens, 4, size.D).to(size.dtype)[:, :, 1:] for tokens in (T, 3))
+    return dict(x=x, weight=randn(4, 3 * size.D)), dict(recent=recent), randn(2, 2 * T, 3, size.D)
+
+
+def convolve(x, weight, recent):
+    """Compute as training does, and as a prompt after earlier tokens, which has no gradient."""
+    kernels = backend.convolution()
+    y = kernels.differentiable_convolve(x, weight, None)
+    return torch.cat((y, kernels.convolve(x, weight, None, recent)), 1)
+
+
+def convolution_specification(x, weight, recent):
+    def convolve(x, w, recent):
+        inputs = torch.cat((recent.double(), x), 1).unfold(1, 4, 1)  # four tokens for each one
+        return x + torch.einsum("bthdn,nhd->bthd", inputs, w.view(4, *x.shape[2:]))
+
+    return torch.cat((convolve(x, weight, 0 * recent), convolve(x.detach(), weight.detach(), recent)), 1)
+
+
+# ---- the gate on the output, in prompts
 
 
 def create_prompt_inputs(size, T, randn):
-    """Create heads and their gates, views of a fused projection's, and the tokens before. Nothing has a gradient."""
-    x, gate = randn(2, T, 7, size.D).to(size.dtype)[:, :, 1:].split(3, dim=2)
-    recent = randn(2, 3, 3, size.D).to(size.dtype)
-    return {}, dict(x=x, gate=gate, recent=recent, weight=randn(4, 3 * size.D)), randn(4, T, 3, size.D)
+    """Create heads and their gates, views of a fused projection's, and weights. Nothing has a gradient."""
+    y, gate = randn(2, T, 7, size.D).to(size.dtype)[:, :, 1:].split(3, dim=2)
+    return {}, dict(y=y, gate=gate, weight=randn(size.D)), randn(2, T, 3, size.D)
 
 
-def read_prompt(x, gate, recent, weight):
-    convolved = backend.convolution().convolve(x, weight, recent=recent)
-    return torch.cat((convolved, backend.prompt().gate(x, gate, weight[0], 1e-5)))
-
-
-def prompt_specification(x, gate, recent, weight):
-    x, gate, w = x.double(), gate.double(), weight.double().view(4, *x.shape[2:])
-    inputs = torch.cat((recent, x), 1).unfold(1, 4, 1)  # four tokens for each one
-    gated = F.rms_norm(x, x.shape[3:], w[0, 0], 1e-5) * F.silu(gate)
-    return torch.cat((x + torch.einsum("bthdn,nhd->bthd", inputs, w), gated))
+def prompt_specification(y, gate, weight):
+    return F.rms_norm(y.double(), weight.shape, weight.double(), 1e-5) * F.silu(gate.double())
 
 
 # ---- cross entropy
@@ -172,7 +187,10 @@ OPERATORS = {
     "rotary": Operator(
         create_rotary_inputs, lambda x, cos, sin: backend.rotary().Rotation.apply(x, cos, sin), rotary.turn, (400,)
     ),
-    "prompt": Operator(create_prompt_inputs, read_prompt, prompt_specification, (400,)),
+    "convolution": Operator(create_convolution_inputs, convolve, convolution_specification, (400,)),
+    "prompt": Operator(
+        create_prompt_inputs, lambda **x: backend.prompt().gate(**x, eps=1e-5), prompt_specification, (400,)
+    ),
     "cross_entropy": Operator(create_cross_entropy_inputs, cross_entropy, cross_entropy_specification, (400,)),
 }
 
@@ -209,8 +227,7 @@ SIZES = [
     Size("heinsen", FP32, 32),
     Size("rotary", BF16, 64),
     Size("rotary", FP32, 48),
-    Size("prompt", BF16, 64),
-    Size("prompt", FP32, 48),
+    *(Size(form, *sizes) for form in ("convolution", "prompt") for sizes in ((BF16, 64), (FP32, 48))),
     *(Size("cross_entropy", dtype) for dtype in (BF16, FP32)),
 ]
 
@@ -328,8 +345,8 @@ def compare_plans(plans, dtype, device, config):
     With them go, in `dtype`, the losses, the rotations and, if the GPTConfig has them, convolution and output gate.
     """
     pointwise = [Size("rotary", dtype, config.head_dim), Size("cross_entropy", dtype)]
-    if config.convolution or config.output_gate:
-        pointwise.append(Size("prompt", dtype, config.head_dim))
+    parts = dict(convolution=config.convolution, prompt=config.output_gate)
+    pointwise += [Size(form, dtype, config.head_dim) for form, part in parts.items() if part]
     sizes = [size for size in pointwise if not why_not(size.form, device, dtype)]
     sizes += [chosen.size for chosen in plans if chosen.size]
     return compare(dict.fromkeys(sizes), device)

@@ -155,13 +155,22 @@ def is_watched():
     return torch.compiler.is_compiling() or transforms_active() or torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_recorded():
+    """Return True where gradients are recorded or something `is_watched`: kernels must then be called as operators."""
+    return torch.is_grad_enabled() or is_watched()
+
+
 def prompt_kernels(x):
     """Return the module kernels.decode.prompt if it takes x, else None, as where gradients are recorded.
 
-    torch.compile makes one pass of each of its functions too, and modes want to see operators.
+    torch.compile makes one pass of its function too, and modes want to see operators.
     """
-    watched = torch.is_grad_enabled() or is_watched()
-    return None if watched or why_not("prompt", x.device, x.dtype) else backend.prompt()
+    return None if is_recorded() or why_not("prompt", x.device, x.dtype) else backend.prompt()
+
+
+def convolution_kernels(x):
+    """Return the module kernels.convolution if it takes x, else None."""
+    return None if why_not("convolution", x.device, x.dtype) else backend.convolution()
 
 
 def disable_kernels(reason):
