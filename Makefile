@@ -38,7 +38,7 @@ test-all: test-env  ## run both: every test that needs no GPU
 
 test-gpu: test-env  ## test the kernels on this machine's GPU
 	TEST_GPU=1 $(PY) -m pytest -n 12 tests/test_combinations.py
-	TEST_GPU=1 $(PY) -m pytest -n 12 --dist=loadgroup tests/test_kernels.py tests/test_chunked.py tests/test_operators.py tests/test_sequences.py tests/test_heinsen_kernels.py tests/test_decoder.py tests/test_prompt.py tests/test_window.py tests/test_check.py tests/test_variant.py tests/test_compat.py tests/test_library.py tests/test_rotary.py tests/test_cross_entropy.py
+	TEST_GPU=1 $(PY) -m pytest -n 12 --dist=loadgroup tests/test_kernels.py tests/test_chunked.py tests/test_operators.py tests/test_sequences.py tests/test_heinsen_kernels.py tests/test_decoder.py tests/test_prompt.py tests/test_convolution_kernels.py tests/test_window.py tests/test_check.py tests/test_variant.py tests/test_compat.py tests/test_library.py tests/test_rotary.py tests/test_cross_entropy.py
 
 bench: env  ## attention against cuDNN, flash and FlexAttention on this machine's GPU
 	$(PY) -m bench.attention

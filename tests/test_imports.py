@@ -17,16 +17,16 @@ SHORT = {"README.md": 100, "docs/understand/attention.md": 150}  # the most line
 # the most nodes of syntax, without docstrings, that a file, the files at top level and each room may have: what they
 # have now and, where users add their own, an attention, an activation and a schedule more
 SIZES = {
-    "model.py": 1920, "train.py": 1935, "sample.py": 1100, "top level": 8815, "kernels": 38670, "attention": 24100,
+    "model.py": 1920, "train.py": 1935, "sample.py": 1100, "top level": 8815, "kernels": 39130, "attention": 24190,
     "experiments": 6999, "data": 12300, "runs": 12340, "generation": 5160, "bench": 4050, "training": 4050,
-    "sympow": 3060, "layers": 2385, "config": 480,
+    "sympow": 3060, "layers": 2250, "config": 480,
 }  # fmt: skip
 # (file, whether imports inside functions count): the most files, and nodes in them, that its imports reach
 REACHED = {
     ("model.py", False): (40, 24850),
-    ("model.py", True): (76, 51900),
+    ("model.py", True): (77, 52200),
     ("train.py", False): (73, 47285),
-    ("train.py", True): (114, 81105),
+    ("train.py", True): (115, 81490),
 }
 UNCOUNTED = ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop, ast.Module
 MODEL = {"model", "layers", "attention", "kernels"}
