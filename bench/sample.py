@@ -41,6 +41,7 @@ LABELS = {  # of the picture
     "softmax": "softmax",
     "softmax_window": "softmax in a window of 2,048",
     "sympow_gating": "power attention, p=2, gated",
+    "hybrid": "three layers of p=2 to one window",
 }
 SWITCH_OVER = 512  # tokens, fewer than any context that is measured, so that each has a state
 WARM_UP = 200

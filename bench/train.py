@@ -28,26 +28,19 @@ from sympow.runs.program import run_program
 from sympow.train import TrainConfig
 
 WARM_UP, ROUNDS = 4, 5
-VARIANTS = {
-    "softmax": dict(attention="softmax"),
-    "softmax_window": dict(attention="softmax", window=2048),
-    "sympow_p2": dict(attention="sympow", p=2),
+PARTS = dict(convolution=4, output_gate=True)
+VARIANTS = {  # with the parts that each learns best with
+    "softmax": dict(attention="softmax", **PARTS),
+    "softmax_window": dict(attention="softmax", window=2048, **PARTS),
+    "softmax_plain": RECIPE | dict(attention="softmax"),  # as GPT-2 has it, but for rotary positions
     "sympow_gating": dict(attention="sympow_gating", p=2),
+    "sympow_gating_d128": dict(attention="sympow_gating", p=2, n_head=6),
     "sympow_gating_p4": dict(attention="sympow_gating", p=4),
     "sympow_gating_p4_d32": dict(attention="sympow_gating", p=4, n_head=24, head_dim=32),
-    "conformal_sympow": dict(attention="conformal_sympow", p=2),
-    "heinsen": dict(attention="heinsen"),
     "hybrid": dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", p=2, window=2048),
-}
-# rotary positions and no other parts, with which the documented figures were measured
-VARIANTS = {name: RECIPE | settings for name, settings in VARIANTS.items()}
-VARIANTS |= {  # with the parts that each learns best with
-    "recipe_softmax": dict(attention="softmax", output_gate=True),
-    "recipe_window": dict(attention="softmax", window=2048, output_gate=True),
-    "recipe_p2": dict(attention="sympow_gating", p=2),
-    "recipe_p2_d128": dict(attention="sympow_gating", p=2, n_head=6),
-    "recipe_p4": dict(attention="sympow_gating", p=4),
-    "recipe_hybrid": dict(attention="sympow_gating,sympow_gating,sympow_gating,softmax", p=2, window=2048),
+    "conformal_sympow": dict(attention="conformal_sympow", p=2),
+    "sympow": dict(attention="sympow", p=2, **PARTS),
+    "heinsen": dict(attention="heinsen"),
 }
 COLUMNS = {  # key of a row -> (title, place, format)
     "context": ("context", ">8", "d"),
