@@ -20,7 +20,7 @@ from .common import as_rows, device_guard, empty
 from .transforms import differentiable, differentiable_once, empty_like
 
 EARLIER, LATER = -1, 1  # STEP
-TILES = {EARLIER: dict(BT=16, BC=256, num_warps=4), LATER: dict(BT=128, BC=64, num_warps=8)}
+TILES = {EARLIER: dict(BT=16, BC=128, num_warps=4), LATER: dict(BT=128, BC=32, num_warps=4)}
 
 
 @triton.jit(do_not_specialize=["T", "rows"])
