@@ -10,12 +10,11 @@ this corpus.
 """
 
 from sympow.experiments import larger
-from sympow.experiments.long_texts import WINDOWED
 from sympow.experiments.recipe import RATES, best_rates, report_others, trained, tuned
 from sympow.experiments.report import entries_of
 from sympow.experiments.runs import SEEDS, main
 
-NAMES = (*larger.NAMES, f"{WINDOWED}, output gate")
+NAMES = (*larger.NAMES, "softmax, window 2,048, output gate")
 
 
 def plan(size):

@@ -68,7 +68,7 @@ def recall(model, task, rate, seed):
     ]
     optimizer = make_optimizer(model, TrainConfig(learning_rate=rate, weight_decay=0.1, beta2=0.999))
     schedule = CosineAnnealingLR(optimizer, EPOCHS * len(batches))
-    hidden = torch.compile(model.hidden, dynamic=False, disable=DEVICE == "cpu")
+    hidden = torch.compile(model.hidden, dynamic=False, mode="reduce-overhead", disable=DEVICE == "cpu")
     for epoch in range(EPOCHS):
         for i in torch.randperm(len(batches)):
             ids, places, values = batches[i]

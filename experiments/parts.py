@@ -1,7 +1,7 @@
 """Which parts does an even power need? One factor at a time around gated p = 2 with heads of 64.
 
 The base has no positions, gates that begin at sigmoid(3), a convolution of 4 tokens and an output gate. The factors are
-settings of the model. The first table has records of more models: some had parts that are no settings, and went with
+settings of the model. The table has records of more models: some had parts that are no settings, and went with
 them (q and k normalised, half of each head rotated, a convolution of k and v alone, an output that is normalised but
 not gated, gates of a layer's heads that begin at sigmoid(1) to sigmoid(6)). Others are contenders of
 experiments.recipe.
