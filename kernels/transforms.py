@@ -2,10 +2,10 @@
 
     _quadratic = differentiable(_quadratic_operator, save, differentiate)    # call this in place of the operator
 
-A call goes to torch.library's operator under torch.compile and where a mode looks on, and else to an autograd.Function
-made of the same pieces: the first call of an operator imports torch._dynamo, which takes 4 s, and a program without
-torch.compile need not wait for it. Both can be differentiated once. Under torch.func's transforms and in forward mode
-attention/operator/dispatch.py takes PyTorch's forms.
+A call goes to torch.library's operator under torch.compile, where a mode looks on and for batches of gradients, and
+else to an autograd.Function made of the same pieces: the first call of an operator imports torch._dynamo, which takes
+4 s, and a program without torch.compile need not wait for it. Both can be differentiated once. Under torch.func's
+transforms and in forward mode attention/operator/dispatch.py takes PyTorch's forms.
 """
 
 import torch
@@ -53,7 +53,8 @@ def differentiable(operator, save, differentiate):
 def _is_plain(args):
     """Return True if the tensors among args have memory, and no mode (as of torch's FLOP counter) sees operators."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type != "meta" for x in tensors)
+    classes = torch.Tensor, torch.nn.Parameter
+    plain = all(type(x) in classes and x.device.type != "meta" and torch._C._has_storage(x) for x in tensors)
     return plain and torch._C._len_torch_dispatch_stack() == 0
 
 

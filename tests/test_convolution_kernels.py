@@ -125,6 +125,15 @@ def test_a_second_derivative_is_refused():
         dx.sum().backward()
 
 
+def test_gradients_come_in_batches_too():
+    x, weight = wider(2, 5, 3, 8).requires_grad_(), weights(4, 3, 8).requires_grad_()
+    y, dys = kernels.differentiable_convolve(x, weight, some_resets(2, 5)), torch.randn(3, 2, 5, 3, 8, device=DEVICE)
+    backward = lambda dy, **options: torch.autograd.grad(y, (x, weight), dy, retain_graph=True, **options)
+    expected = list(map(torch.stack, zip(*map(backward, dys))))
+    for batched in (backward(dys, is_grads_batched=True), torch.func.vmap(backward)(dys)):
+        assert all(relative_error(a, b, 0) < 1e-6 for a, b in zip(batched, expected, strict=True))
+
+
 # ---- layers and models
 
 
