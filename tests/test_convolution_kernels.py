@@ -175,12 +175,13 @@ def test_kernels_compute_what_they_can_differentiate(monkeypatch):
     assert calls == [("all", 4), ("all", 4), ("operator", 2), ("operator", 1), ("operator", 1)]
 
 
-def test_the_kernels_are_for_gpus_and_not_for_transforms(monkeypatch):
-    x = torch.randn(2, 3, device=DEVICE)
-    taken = [dispatch.convolution_kernels(y) is kernels for y in (x, x.bfloat16(), x.double(), x.half())]
-    assert taken == [GPU, GPU, False, False]
-    torch.func.vmap(lambda x: taken.append(dispatch.convolution_kernels(x)) or x)(x)
-    assert taken[-1] is None
+def test_the_kernels_are_for_gpus_and_not_for_transforms(request):
+    x, takes = torch.randn(2, 3, device=DEVICE), lambda x: dispatch.convolution_kernels(x) is kernels
+    assert takes(x) == GPU
+    request.getfixturevalue("on_gpu")
+    taken = [takes(y) for y in (x, x.bfloat16(), x.double(), x.half())]
+    torch.func.vmap(lambda x: taken.append(takes(x)) or x)(x)
+    assert taken == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("packed", [False, True])
