@@ -112,9 +112,14 @@ def test_what_is_frozen_has_no_gradient_and_keeps_nothing(frozen):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_operator_keeps_torchs_promises(packed, frozen):
-    x, weight = wider(2, 5, 3, 8).requires_grad_(), weights(4, 3, 8).requires_grad_(not frozen)
-    torch.library.opcheck(torch.ops.sympow.convolve.default, (x, weight, some_resets(2, 5) if packed else None))
+def test_the_operators_keep_torchs_promises(packed, frozen):
+    """Of strides and dtypes too: tokens of the two sequences alternate in memory, and the weight is not float32."""
+    x, dy = torch.randn(2, 5, 2, 3, 8, device=DEVICE).transpose(1, 2)
+    weight, resets = weights(4, 3, 8).bfloat16(), some_resets(2, 5) if packed else None
+    backward = dy, None if frozen else x, weight, resets
+    torch.library.opcheck(torch.ops.sympow.convolve_backward.default, backward)
+    forward = x.detach().requires_grad_(), weight.detach().requires_grad_(not frozen), resets
+    torch.library.opcheck(torch.ops.sympow.convolve.default, forward)
 
 
 def test_a_second_derivative_is_refused():
