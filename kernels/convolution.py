@@ -60,8 +60,8 @@ def convolution_kernel(
 def convolve(x, weight, resets=None, recent=None):
     """Return y [B, T, H, D], contiguous, in the dtype of x [B, T, H, D], bfloat16 or float32.
 
-    weight [n, H D], the numbers of a row side by side. recent [B, n - 1, H, D]: the tokens before x, zeros for None.
-    resets [B, T] bool or None: a token where it is true sees nothing before it.
+    weight [n, H D]. recent [B, n - 1, H, D]: the tokens before x, zeros for None. resets [B, T] bool or None: a token
+    where it is true sees nothing before it.
     """
     return _launch(EARLIER, x, weight, resets, recent)[0]
 
@@ -69,7 +69,7 @@ def convolve(x, weight, resets=None, recent=None):
 def _launch(step, x, weight, resets, recent=None, inputs=None):
     """Return (y like x, the parts of dweight [programs, n, H D] float32 for `inputs`, or None without them)."""
     (n, C), T, y, tile = weight.shape, x.shape[1], empty_like(x), TILES[step]
-    x, inputs = (z if z is None else as_rows(z, C) for z in (x, inputs))
+    x, weight, inputs = (z if z is None else as_rows(z, C) for z in (x, weight, inputs))
     recent, resets = (z if z is None else z.contiguous() for z in (recent, resets))
     grid = triton.cdiv(len(x), tile["BT"]), triton.cdiv(C, tile["BC"])
     sums, inputs_row = (None, 0) if inputs is None else (empty(x, grid[0], n, C), inputs.stride(0))
