@@ -12,8 +12,8 @@ import torch
 from torch.autograd import forward_ad
 
 ONCE = (
-    "the attention kernels have no second derivative: compute it on float64 tensors or on the CPU, or call "
-    "attention.dispatch.disable_kernels(reason) first, for plain PyTorch"
+    "the Triton kernels have no second derivative: compute it on float64 tensors or on the CPU, or call "
+    "sympow.attention.operator.dispatch.disable_kernels(reason) first, for plain PyTorch"
 )
 
 

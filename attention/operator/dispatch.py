@@ -156,7 +156,7 @@ def is_watched():
 
 
 def is_recorded():
-    """Return True where gradients are recorded or something `is_watched`: kernels must then be called as operators."""
+    """Return True where gradients are recorded, or `is_watched` does: kernels must then be called as operators."""
     return torch.is_grad_enabled() or is_watched()
 
 
