@@ -93,7 +93,7 @@ def test_its_inputs_count_once_as_memory_of_generation_and_hold_no_others(attent
 @pytest.mark.parametrize("output_gate", [False, True])
 @torch.no_grad()
 def test_statistics_see_what_attention_sees(output_gate):
-    model, ids = small("adaptive_power", n_layer=1, output_gate=output_gate), torch.randint(40, (1, 9))
+    model, ids = small("adaptive_power", n_layer=1, output_gate=output_gate, reset_token=3), torch.arange(9).view(1, 9)
     queries, mix = [], model.attentions()[0]
     mix.power.register_forward_hook(lambda module, args, y: queries.append(args[0]))
     model.statistics(ids)
