@@ -188,7 +188,7 @@ class Variant(nn.Module):
         token where it is true sees nothing before it. state: the State of the tokens before, or None in training. With
         a state T is 1 or the length of a piece of a text, and calls with pieces give what one call with all tokens
         would.
-        Returns (y [B, T, H, D] in qkv's dtype, the state after these tokens, or None if there was none).
+        Returns (y [B, T, H, D] in q's dtype, the state after these tokens, or None if there was none).
         """
         raise NotImplementedError
 

@@ -191,6 +191,18 @@ def test_a_variant_of_ones_own_trains_evaluates_samples_and_compares(go, capsys,
     assert "attention=scaled takes no switch_over: it has no KV cache that becomes a state" in message
 
 
+@pytest.mark.parametrize("parts", [{}, dict(qk_norm=True), dict(qk_norm=True, convolution=2, output_gate=True)])
+def test_a_variant_gets_heads_of_q_k_and_v_in_autocasts_dtype(parts, monkeypatch):
+    model, heads = tiny("scaled", **parts), []
+    forward = Scaled.forward
+    record = lambda self, x, qkv, *args: heads.extend(qkv) or forward(self, x, qkv, *args)
+    monkeypatch.setattr(Scaled, "forward", record)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        model(torch.zeros(1, 6, dtype=torch.int64, device=DEVICE))
+    assert [x.shape for x in heads] == [(1, 6, H, 16) for H in (4, 2, 2)] * 2
+    assert {x.dtype for x in heads} == {torch.bfloat16}
+
+
 def limit(model, **settings):
     """Return the number of tokens from which on the state has a fixed size, with these settings of sample.py."""
     switch_over = sample.choose_switch_over(model, sample.SampleConfig(**settings))
