@@ -14,7 +14,8 @@ from sympow.experiments.recipe import report_others, tuned
 from sympow.experiments.runs import main
 
 RATE = 4.8e-3
-NAMES = (SOFTMAX, "p=4, heads of 64", "p=2, heads of 64", "forgetting", "p=2, heads of 128")  # the most important first
+# the most important first
+NAMES = (SOFTMAX, "p=4, heads of 64", "p=2, heads of 64", "forgetting", "p=2, heads of 128", "hybrid 3:1")
 TIMES = dict(n_layer=1.5, n_head=2, n_embd=2)  # the layers, heads and width of the Size
 BATCH = 8  # sequences in a micro-step, for GPUs of 80 GB
 
