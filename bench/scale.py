@@ -40,7 +40,7 @@ SETTINGS = (
     "--attention=sympow_gating --p=2 --eval_interval=1000000 --sample_tokens=0 --wandb=disabled "
     f"--always_save_checkpoint=False --log_interval={LOG_INTERVAL}"
 ).split()
-SETTINGS += [f"--{name}={value}" for name, value in RECIPE.items()]  # as in bench/train.py
+SETTINGS += [f"--{name}={value}" for name, value in RECIPE.items()]  # rotary positions, no other parts
 COLUMNS = {  # key of a row -> (title, place, format)
     "mode": ("mode", "<8", "s"),
     "tokens": ("tokens a GPU", ">12", ",d"),

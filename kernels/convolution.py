@@ -30,7 +30,7 @@ def convolution_kernel(
 ):  # fmt: skip
     """Write BT tokens and BC numbers of Y [rows, C]: sums over N tokens of X, to earlier ones or with STEP 1 to later.
 
-    Rows are the tokens of all sequences of T tokens. Rows of X are x_row apart, those of WEIGHT [N, C] w_row. RECENT
+    Rows are the tokens of all sequences of T tokens. In X they are x_row apart, in WEIGHT [N, C] w_row. RECENT
     [sequences, N - 1, C] and RESETS [rows]: as in `convolve`. With INPUTS, rows inputs_row apart, X is dy, and this
     program's part of dw goes to SUMS [programs, N, C] float32.
     """
