@@ -126,8 +126,8 @@ def report(entries, size):
         ("behind foreign text", swapped_cell),
         bytes_column(size.shrunk(MEMORY)),
     ]
-    seconds = f"{SECONDS / size.fewer:.0f} seconds"
-    title = f"{seconds} of training steps each; differences have 95% confidence intervals over the texts"
+    seconds = SECONDS / size.fewer
+    title = f"{seconds:.0f} seconds of training steps each; differences have 95% confidence intervals over the texts"
     return [table(title, columns, trained)]
 
 
