@@ -3,9 +3,9 @@
 mqar_task.py describes the task and the training. All models have two layers of one width, and some 1.45M parameters.
 Power attention has the parts of the recipe. Its state grows with the dimension of its heads, as the state of Gated
 DeltaNet does, which needs `pip install flash-linear-attention`. Windows keep as many bytes as p = 2 with heads of 16
-and 32. Softmax has no positions, as in Zoology: rotated ones, which stand beside it, are new to a model beyond its
-training context. All models train at the first rate before the others. The best mean over the tests chooses the rate.
-There is one seed.
+and 32; the hybrid has one layer of p = 2 and one of a window. Softmax has no positions, as in Zoology: rotated ones,
+which stand beside it, are new to a model beyond its training context. All models train at the first rate before the
+others. The best mean over the tests chooses the rate. There is one seed.
 """
 
 from statistics import fmean
@@ -24,12 +24,12 @@ SOFTMAX = dict(attention="softmax", positions="none", convolution=CONVOLUTION, h
 CONTENDERS = {  # "kind: size" -> settings, the most important kind first
     **{f"p=2: heads of {n}": BASE | dict(head_dim=n) for n in (8, 16, 32, 64)},
     **{f"Gated DeltaNet: heads of {n}": dict(attention="gated_deltanet", head_dim=n) for n in (32, 64, 128)},
-    "softmax: window of 80": SOFTMAX | dict(window=80),
-    "softmax: window of 464": SOFTMAX | dict(window=464),
+    **{f"softmax: window of {n}": SOFTMAX | dict(window=n) for n in (80, 464)},
     "softmax: all tokens": SOFTMAX,
     "softmax rotated: all tokens": SOFTMAX | dict(positions="rotary"),
     **{f"p=4: heads of {n}": BASE | dict(p=4, head_dim=n) for n in (8, 16)},
-    **{f"p=2 rotated: heads of {n}": BASE | dict(positions="rotary", head_dim=n) for n in (16, 32)},
+    "p=2 rotated: heads of 32": BASE | dict(positions="rotary", head_dim=32),
+    "hybrid: heads of 32, window of 464": BASE | dict(attention="sympow_gating,softmax", window=464, head_dim=32),
 }
 TINY = ("p=2: heads of 16", "softmax: all tokens")
 

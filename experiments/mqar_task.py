@@ -68,9 +68,13 @@ def recall(model, task, rate, seed):
     ]
     optimizer = make_optimizer(model, TrainConfig(learning_rate=rate, weight_decay=0.1, beta2=0.999))
     schedule = CosineAnnealingLR(optimizer, EPOCHS * len(batches))
-    # What torch's attention in windows returns is refused in CUDA graphs, which "reduce-overhead" makes (torch 2.11).
-    mode = "default" if model.config.window else "reduce-overhead"
-    hidden = torch.compile(model.hidden, dynamic=False, mode=mode, disable=DEVICE == "cpu")
+    hidden = torch.compile(
+        model.hidden,
+        dynamic=False,
+        # CUDA graphs refuse a tensor on the CPU, in which attention in windows has its sizes
+        mode="default" if model.config.window else "reduce-overhead",
+        disable=DEVICE == "cpu",
+    )
     for epoch in range(EPOCHS):
         for i in torch.randperm(len(batches)):
             ids, places, values = batches[i]
