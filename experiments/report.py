@@ -187,8 +187,8 @@ def tokens_cell(entry):
 def table(title, columns, entries):
     """Return a table in Markdown under a title that names the corpus.
 
-    columns: [(header, cell)]. Refuses records on different corpora, because their losses cannot be compared. Builds of a
-    corpus with as many tokens count as one, as before and after the update of a package.
+    columns: [(header, cell)]. Refuses records on different corpora, because their losses cannot be compared. Builds of
+    a corpus with as many tokens count as one, as before and after the update of a package.
     """
     corpora = [record["corpus"] for entry in entries for record in entry.records]
     names = ", ".join(sorted({"{name} {sha256}".format_map(corpus) for corpus in corpora}))
