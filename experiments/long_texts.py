@@ -126,9 +126,14 @@ def report(entries, size):
         ("behind foreign text", swapped_cell),
         bytes_column(size.shrunk(MEMORY)),
     ]
-    seconds = SECONDS / size.fewer
-    title = f"{seconds:.0f} seconds of training steps each; differences have 95% confidence intervals over the texts"
-    return [table(title, columns, trained)]
+    return [
+        table(
+            f"{SECONDS / size.fewer:.0f} seconds of training steps each; "
+            "differences have 95% confidence intervals over the texts",
+            columns,
+            trained,
+        )
+    ]
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ def recall(model, task, rate, seed):
             take_step(model, optimizer, 1.0)
             schedule.step()
         accuracy = {f"{pairs} in {T:,}": right_answers(model, task, T, pairs) for T, pairs in task.tests}
+        print(f"epoch {epoch + 1}: {accuracy}", flush=True)
         if fmean(accuracy.values()) > STOP:
             break
     return dict(rate=rate, epochs=epoch + 1, accuracy=accuracy)

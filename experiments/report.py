@@ -187,12 +187,11 @@ def tokens_cell(entry):
 def table(title, columns, entries):
     """Return a table in Markdown under a title that names the corpus.
 
-    columns: [(header, cell)]. Refuses records on different corpora, because their losses cannot be compared. Builds of
-    a corpus with as many tokens count as one, as before and after the update of a package.
+    columns: [(header, cell)]. Refuses records on different corpora, because their losses cannot be compared.
     """
-    corpora = [record["corpus"] for entry in entries for record in entry.records]
-    names = ", ".join(sorted({"{name} {sha256}".format_map(corpus) for corpus in corpora}))
-    if len({str(corpus.get("tokens", corpus["sha256"])) for corpus in corpora}) > 1:
+    corpora = {f"{r['corpus']['name']} {r['corpus']['sha256']}" for entry in entries for r in entry.records}
+    names = ", ".join(sorted(corpora))
+    if len(corpora) > 1:
         refuse(f"runs on different corpora are not put into one table: {names}")
     rows = [[entry.name, *(str(cell(entry) or "-") for _, cell in columns)] for entry in entries]
     return f"**{title}** ({names})\n\n" + markdown(["run", *(header for header, _ in columns)], rows)
