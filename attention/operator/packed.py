@@ -73,8 +73,7 @@ def attend_within(documents, q, k, v, window=0):
     inputs = [x.flatten(0, 1) for x in (q, k, v)]
     if takes_flash(q, k, v):
         D = q.shape[3]
-        inputs = [F.pad(x, (0, -D % 8)) if D % 8 or x.stride(-1) != 1 else x for x in inputs]
-        y = _flash(*inputs, *documents, D**-0.5, window)[0][..., :D]  # of D before the padding
+        y = _flash(*map(flash_rows, inputs), *documents, D**-0.5, window)[0][..., :D]  # of D before the padding
     else:
         y = _one_by_one(*inputs, *documents)
     return y.unflatten(0, q.shape[:2])
@@ -89,6 +88,17 @@ def takes_flash(q, k, v):
         and q.shape[3] == v.shape[3] <= FLASH_WIDTH
         and _has_flash(q.device)
     )
+
+
+def flash_rows(x):
+    """Return x [..., D] as flash attention takes it: D padded with zeros to a multiple of 8, rows in one piece."""
+    D = x.shape[-1]
+    return F.pad(x, (0, -D % 8)) if D % 8 or x.stride(-1) != 1 else x
+
+
+def flash_options(scale, window):
+    """Return the keywords of torch's flash attention for this scale and window; it counts the tokens before a token."""
+    return dict(scale=scale, window_size_left=window - 1, window_size_right=0) if window else dict(scale=scale)
 
 
 def _has_flash(device):
@@ -114,11 +124,6 @@ def takes_cudnn(n, longest, q, k, window):
     return torch.cuda.get_device_capability(q.device) in ((9, 0), (10, 0), (10, 3))
 
 
-def _options(scale, window):
-    """Return the keywords of torch's flash attention for this scale and window; it counts the tokens before a token."""
-    return dict(scale=scale, window_size_left=window - 1, window_size_right=0) if window else dict(scale=scale)
-
-
 def _by_document(n, *tensors):
     """Return views [n, H, tokens, D] of tensors [N, H, D] that hold n equally long documents."""
     return [x.unflatten(0, (n, -1)).transpose(1, 2) for x in tensors]
@@ -136,7 +141,7 @@ def _flash(
         return y.transpose(1, 2).flatten(0, 1).contiguous(), lse.reshape(q.shape[1], -1)  # [n, H, tokens] in memory
     ends = ends[: n + 1]
     flash = torch.ops.aten._flash_attention_forward
-    y, lse, *_ = flash(q, k, v, ends, ends, longest, longest, 0.0, True, False, **_options(scale, window))
+    y, lse, *_ = flash(q, k, v, ends, ends, longest, longest, 0.0, True, False, **flash_options(scale, window))
     return y, lse
 
 
@@ -161,7 +166,7 @@ def _flash_backward(
     ends = ends[: n + 1]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     backward = torch.ops.aten._flash_attention_backward
-    options = _options(scale, window)
+    options = flash_options(scale, window)
     grads = backward(dy.contiguous(), q, k, v, y, lse, ends, ends, longest, longest, 0.0, True, *no_dropout, **options)
     return tuple(x.contiguous() for x in grads)
 

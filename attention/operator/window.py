@@ -15,7 +15,7 @@ With a window of 4:
 import torch
 from torch.nn import functional as F
 
-from .packed import Documents, attend_within, find_documents, takes_flash
+from .packed import attend_within, find_documents, flash_options, flash_rows, takes_flash
 
 BLOCK = 256  # queries; more of them compute more pairs that no query sees, fewer of them copy keys more often
 
@@ -34,16 +34,18 @@ def attend_in_window(q, k, v, window, resets=None):
         resets = resets[:, T - seen :]
     if n == 1 or not takes_flash(q, k, v):
         return _in_blocks(q, k, v, window, resets)
+    if resets is None:
+        return _in_flash(q, k, v, window)
     q = F.pad(q, (0, 0, 0, 0, seen - n, 0))  # a query for each key, as packed attention has them
-    documents = _whole_sequences(q) if resets is None else find_documents(resets)
-    return attend_within(documents, q, k, v, window)[:, seen - n :]
+    return attend_within(find_documents(resets), q, k, v, window)[:, seen - n :]
 
 
-def _whole_sequences(q):
-    """Return the Documents of q [B, T, H, D] if each sequence is one."""
-    B, T = q.shape[:2]
-    starts = torch.arange(B, dtype=torch.int32, device=q.device) * T
-    return Documents(F.pad(starts, (0, B * T + 1 - B), value=B * T), torch.tensor([B, T]))
+def _in_flash(q, k, v, window):
+    """Return what `attend_in_window` does, in torch's flash attention, whose gradient torch knows."""
+    (n, _, D), T = q.shape[1:], k.shape[1]
+    q, k, v = (flash_rows(x) for x in (q, k, v))
+    flash = torch.ops.aten._flash_attention_forward
+    return flash(q, k, v, None, None, n, T, 0.0, True, False, **flash_options(D**-0.5, window))[0][..., :D]
 
 
 def _in_blocks(q, k, v, window, resets):
