@@ -71,8 +71,7 @@ def recall(model, task, rate, seed):
     hidden = torch.compile(
         model.hidden,
         dynamic=False,
-        # CUDA graphs refuse a tensor on the CPU, in which attention in windows has its sizes
-        mode="default" if model.config.window else "reduce-overhead",
+        mode="reduce-overhead",
         disable=DEVICE == "cpu",
     )
     for epoch in range(EPOCHS):
