@@ -41,7 +41,7 @@ def attend_in_window(q, k, v, window, resets=None):
 
 
 def _in_flash(q, k, v, window):
-    """Return what `attend_in_window` does, in torch's flash attention, whose gradient torch knows."""
+    """Return what `attend_in_window` does without resets, by flash attention. Its gradient is torch's own."""
     (n, _, D), T = q.shape[1:], k.shape[1]
     q, k, v = (flash_rows(x) for x in (q, k, v))
     flash = torch.ops.aten._flash_attention_forward
