@@ -1,4 +1,4 @@
-"""A small byte-level model of Python source, 2 to 4 minutes on two CPU cores. `make demo` trains three of them."""
+"""A small byte-level model of Python source, 2 to 5 minutes on two CPU cores. `make demo` trains three of them."""
 
 dataset = "pystdlib"
 attention = "sympow_gating"
