@@ -17,6 +17,7 @@ from sympow.attention import heinsen  # noqa: E402
 from sympow.attention.operator import check, dispatch  # noqa: E402
 from sympow.attention.operator.check import Size  # noqa: E402
 from sympow.attention.positions import log_recurrence  # noqa: E402
+from sympow.attention.heinsen import heinsen_attention  # noqa: E402
 from sympow.attention.power import power_attention  # noqa: E402
 from sympow.kernels.quadratic import passes as quadratic  # noqa: E402
 
@@ -109,13 +110,34 @@ def test_shapes_without_memory_leave_nothing_behind():
 
 
 @pytest.mark.parametrize("form", ["quadratic", "chunked", "recurrent"])
-def test_tensors_of_inference_mode_are_read_outside_of_it(form):
+def test_pieces_of_log_attention_have_the_tangents_of_the_whole(form):
+    torch.manual_seed(0)
+    tensors = torch.randn(3, 1, 6, 1, 3, dtype=torch.float64).unbind()
+    directions = torch.randn(3, 1, 6, 1, 3, dtype=torch.float64).unbind()
+
+    def whole(q, k, v):
+        return heinsen_attention(q, k, v, form=form)
+
+    def pieces(q, k, v):
+        first, state = heinsen_attention(q[:, :4], k[:, :4], v[:, :4], form=form, chunk_size=2, return_state=True)
+        return torch.cat((first, heinsen_attention(q[:, 4:], k[:, 4:], v[:, 4:], form=form, initial_state=state)), 1)
+
+    tangents = [jvp(attend, tensors, directions)[1] for attend in (whole, pieces)]
+    assert torch.allclose(*tangents, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", [power_attention, heinsen_attention])
+@pytest.mark.parametrize("form", ["quadratic", "chunked", "recurrent"])
+def test_tensors_of_inference_mode_are_read_outside_of_it(form, attention):
     with torch.inference_mode():
         q, k, v = torch.randn(3, 1, 20, 1, 4)
-        y, state = power_attention(q, k, v, form=form, return_state=True)
-    results = power_attention(q, k, v, form=form, return_state=True, initial_state=state)
+        y, state = attention(q, k, v, form=form, return_state=True)
+    results = attention(q, k, v, form=form, return_state=True, initial_state=state)
     assert all(x.isfinite().all() for x in (results[0], *results[1]))
-    assert torch.equal(power_attention(q, k, v, form=form), y)
+    assert torch.equal(attention(q, k, v, form=form), y)
+    q = q.clone().requires_grad_()
+    attention(q, k.clone(), v.clone(), form=form, initial_state=state).sum().backward()
+    assert q.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("T", [5, 40])

@@ -116,7 +116,8 @@ def _prepare_keys(k, v, resets):
 def _begin(state, k, v):
     """Return m [B, Hkv, D] and S [B, Hkv, D, E+1] of a LogState, or if it is None of no tokens."""
     state = state or empty_log_state(*k.shape[:2], k.shape[3], v.shape[3] - 1, k.dtype, k.device)
-    return state.m.detach(), torch.cat((state.S, state.z.unsqueeze(-1)), dim=-1)
+    # a copy, because what was made in inference mode cannot be saved for a backward pass
+    return state.m.detach().clone(), torch.cat((state.S, state.z.unsqueeze(-1)), dim=-1)
 
 
 def _end(m, S, poison):
@@ -172,8 +173,8 @@ def _update(k, v, documents, m, S):
     """Return m and S after the tokens k, v [B, Hkv, n, ...]."""
     hidden = documents != documents[:, :, -1:]  # from what comes after
     m = m.unsqueeze(2)
-    with torch.no_grad():
-        m_after = torch.cat((m, k), dim=2).masked_fill(hidden, EMPTY).amax(2, keepdim=True)
+    with torch.no_grad():  # detached for forward mode too: the next chunk takes m as a constant
+        m_after = torch.cat((m, k.detach()), dim=2).masked_fill(hidden, EMPTY).amax(2, keepdim=True)
     decay = _exp(m - m_after, hidden[:, :, :1]).transpose(-1, -2)  # [B, Hkv, D, 1]
     w = _exp(k - m_after, hidden[:, :, 1:])
     S = decay * S.masked_fill(hidden[:, :, :1], 0) + w.transpose(-1, -2) @ v  # S may be NaN
