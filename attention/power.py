@@ -58,11 +58,11 @@ def power_attention(
     "recurrent" or "auto", the cheapest for the shape. chunk_size: tokens a chunk, for the chunked form. initial_state:
     PowerState of the tokens before. Under autocast q, k and v are first cast to its dtype, as for SDPA.
 
-    NaN or infinity in an input gives NaN in the rows of y that see it and changes no bit of earlier rows. (On the
-    kernels, one in v gives NaN or infinity in its own column alone, and also in the rows of its tile, up to 127 before
-    it.) Finite inputs may be of any size in PyTorch, as far as states hold the p-th powers of keys; on the kernels q
-    may be, while k and q . k are from 1e-8 to 1e8. float16 tensors are computed as float32; y and gradients come back
-    as float16 (heads above 128 then in PyTorch).
+    NaN or infinity in an input gives NaN in the rows of y that see it, perhaps behind a log_g of -inf too, and changes
+    no bit of earlier rows. (On the kernels, one in v gives NaN or infinity in its own column alone, and also in the
+    rows of its tile, up to 127 before it.) Finite inputs may be of any size in PyTorch, as far as states hold the p-th
+    powers of keys; on the kernels q may be, while k and q . k are from 1e-8 to 1e8. float16 tensors are computed as
+    float32; y and gradients come back as float16 (heads above 128 then in PyTorch).
 
     cu_seqlens [N + 1], int32 or int64, on q's device: B is 1, and the tokens belong to N packed sequences, as for
     FlashAttention; sequence i has the tokens cu_seqlens[i] to cu_seqlens[i + 1] - 1, perhaps none, and sees no other.
