@@ -56,7 +56,9 @@ def main():
     cfg = SampleConfig(**settings)
     check(cfg)
     text = read_text(cfg.prompt)
-    cfg.out_dir = cfg.out_dir or state_file.find_run(cfg.load_state) or newest_run()
+    if cfg.load_state and not cfg.out_dir:
+        cfg.out_dir = read_state(state_file.find_run, cfg.load_state)
+    cfg.out_dir = cfg.out_dir or newest_run()
     folder, model, tokenizer, device, autocast = load_run(cfg.out_dir, cfg.device, cfg.dtype)
     if cfg.state_dtype != "float32" and device.type != "cuda":
         refuse(f"state_dtype={cfg.state_dtype} is for GPUs, here states are float32")
@@ -81,7 +83,9 @@ def write_samples(model, tokenizer, cfg, text, prompt, timings):
     Returns the number of cached tokens from which on the state has a fixed size, or None.
     """
     switch_over = choose_switch_over(model, cfg)
-    prefix = load_state(cfg.load_state, model) if cfg.load_state else (None, model.empty_state(1, switch_over))
+    prefix = None, model.empty_state(1, switch_over)
+    if cfg.load_state:
+        prefix = read_state(state_file.load_state, cfg.load_state, model)
     limit = fixed_size_limit(prefix[1])
     sizes = dict(
         max_new_tokens=cfg.max_new_tokens,
@@ -174,10 +178,10 @@ def choose_switch_over(model, cfg):
     return max(attention.cache_policy(attention.empty_state(1, "cpu"), *sizes).limit for attention in attentions)
 
 
-def load_state(path, model):
-    """Return (logits, ModelState) from a file; refuse one that cannot be used with this model."""
+def read_state(read, path, *arguments):
+    """Return what a function of state_file reads from a file; refuse one that cannot be used."""
     try:
-        return state_file.load_state(path, model)
+        return read(path, *arguments)
     except (OSError, ValueError) as error:
         refuse(f"cannot resume from {path}: {error}")
 

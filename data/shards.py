@@ -52,8 +52,8 @@ def is_complete(folder, arguments, verify=False):
     if os.path.exists(os.path.join(folder, UNFINISHED, "meta.json")):
         with _unfinished(folder):
             _finish(folder)
-    if verify:
-        _remove_damaged(folder)
+    if verify and _remove_damaged(folder):
+        return False
     try:
         meta = Dataset(os.path.abspath(folder)).meta
     except DataError as error:
@@ -241,7 +241,8 @@ def _write_shard(path, rows, meta, dtype):
 
 
 def _remove_damaged(folder):
-    """Delete the shards, finished and unfinished, that differ from their sha256; name them."""
+    """Delete the shards, finished and unfinished, that differ from their sha256; name and return them."""
+    damaged = []
     for path, meta in _stored(folder):
         print(f"{path}: reading {len(meta['units'])} shards")
         for file, shard in shards_of(meta).items():
@@ -249,6 +250,8 @@ def _remove_damaged(folder):
             if os.path.exists(file) and sha256_of(file) != shard["sha256"]:
                 print(f"{file} is not what was written (sha256 differs): it is made again")
                 os.remove(file)
+                damaged.append(file)
+    return damaged
 
 
 def _summary(meta):

@@ -12,6 +12,7 @@ run's folder), and a sha256 of all that. The file is written whole or not at all
 import hashlib
 import json
 import os
+from contextlib import contextmanager, suppress
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -48,12 +49,13 @@ def save_state(path, model, logits, state, run=""):
 
 
 def find_run(path):
-    """Return the folder of the run that read the text of a state file; "" if the file does not say."""
-    try:
-        with safe_open(path, "pt") as file:
-            return str(json.loads(file.metadata()["description"])["run"])
-    except Exception:  # load_state says why the file cannot be read
-        return ""
+    """Return the folder of the run that read the text of a state file; "" if the file does not say.
+
+    Raises ValueError if it is no whole file of tensors.
+    """
+    with _open(path) as file, suppress(KeyError, TypeError, ValueError):  # load_state says what is damaged
+        return str(json.loads(file.metadata()["description"])["run"])
+    return ""
 
 
 def load_state(path, model):
@@ -85,19 +87,26 @@ def load_state(path, model):
         raise ValueError(f"its states are not those of attention={model.config.attention} now ({error})") from None
 
 
+@contextmanager
+def _open(path):
+    """Open a file of tensors for a with statement. Raises ValueError if there is none, or a damaged one."""
+    if not os.path.isfile(path):
+        raise ValueError("there is no such file")
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"not a whole state file: {error}") from None
+
+
 def read_file(path):
     """Return ({name: tensor on the CPU}, description) of a state file.
 
     Raises ValueError if it is damaged, of another version, or no state file.
     """
-    if not os.path.isfile(path):
-        raise ValueError("there is no such file")
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except SafetensorError as error:
-        raise ValueError(f"not a whole state file: {error}") from None
+    with _open(path) as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     version, description = metadata.get("version"), metadata.get("description", "")
     if version != VERSION:
         raise ValueError(

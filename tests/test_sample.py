@@ -174,6 +174,15 @@ def test_mistakes_are_refused_in_one_line(go, capsys, argv, message):
     assert message in error and error.count("\n") == 1
 
 
+def test_a_state_file_that_cannot_be_read_is_refused_before_a_run_is_looked_for(tmp_path, go, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert go("--load_state=a.state") == 2
+    assert capsys.readouterr().err.endswith("cannot resume from a.state: there is no such file\n")
+    (tmp_path / "a.state").write_bytes(b"{}")
+    assert go("--load_state=a.state") == 2
+    assert "cannot resume from a.state: not a whole state file: " in capsys.readouterr().err
+
+
 def test_a_run_that_has_no_checkpoint_yet_says_when_there_is_one(go, capsys):
     os.mkdir("out/live")
     shutil.copy("out/a/config.json", "out/live")
@@ -287,8 +296,8 @@ def test_a_loaded_state_is_freed_before_tokens_are_generated(go, monkeypatch, tm
     report = capsys.readouterr().err
     assert f"wrote {file}\n" in report and " tokens/s, state " in report and ", then " not in report
 
-    def load(*args):
-        prefix = state_file.load_state(*args)
+    def load(read, *args):
+        prefix = read(*args)
         loaded.append(weakref.ref(prefix[1]))
         return prefix
 
@@ -296,7 +305,7 @@ def test_a_loaded_state_is_freed_before_tokens_are_generated(go, monkeypatch, tm
         alive.append(loaded[0]() is not None)
         return sample_next_token(*args, **options)
 
-    monkeypatch.setattr(sample, "load_state", load)
+    monkeypatch.setattr(sample, "read_state", load)
     monkeypatch.setattr(steps, "sample_next_token", record)
     assert go(f"--load_state={file}", "--prompt= and", "--max_new_tokens=3", "--out_dir=out/a") == 0
     assert alive == [False] * 3 and "conformal_sympow: prompt" in capsys.readouterr().err
