@@ -139,7 +139,7 @@ class LayerState(State):
 
     def append(self, k, v, log_g, positions):
         """Return the state with new tokens' keys, values and gates in its cache; positions [B, n] or [n] are theirs."""
-        position = positions[..., -1].expand_as(self.position)
+        position = positions[..., -1].expand(k.shape[0])
         if self.k is not None:
             log_g = join_gates((self.k, self.log_g), (k, log_g))
             k, v = torch.cat((self.k, k), dim=1), torch.cat((self.v, v), dim=1)

@@ -35,7 +35,17 @@ from ..data import DataError
 from ..data.files import flush_to_disk, read_json, sha256_of, write_json
 from ..data.huggingface import one_line
 from ..model import GPTConfig
-from .parts import Tensors, compare_shapes, is_sharded, missing, own_rows, part_name, read_shapes, save_part, shapes_of
+from .parts import (
+    OR_REMOVED,
+    Tensors,
+    compare_shapes,
+    is_sharded,
+    own_rows,
+    part_name,
+    read_shapes,
+    save_part,
+    shapes_of,
+)
 from .settings import final_context
 
 VERSION = 1  # of config.json and progress.json; files of another version are refused
@@ -334,7 +344,7 @@ def _read_versioned(path):
     try:
         contents = read_json(path)
     except FileNotFoundError:
-        raise missing(path, ", which a run has beside its checkpoints,") from None
+        raise DataError(f"{path}, which a run has beside its checkpoints, is missing{OR_REMOVED}") from None
     if (version := contents.pop("version", None)) != VERSION:
         raise DataError(f"{path} is of version {version}, and this program reads version {VERSION}")
     return contents

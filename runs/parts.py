@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 from ..data import DataError
 from ..model import GPT
 
+OR_REMOVED = "; if a run in training has removed it for a newer checkpoint, give the command again"
+
 
 def part_name(kind, rank, world):
     """Return the name of the file with a rank's part of the tensors of one kind, "model" or "optimizer"."""
@@ -71,14 +73,6 @@ def read_shapes(folder, kind):
         return saved.shapes
 
 
-def missing(path, place=""):
-    """Return the DataError for a file that is missing, or whose folder is; place: words on where the file should be."""
-    folder = os.path.dirname(path)
-    if os.path.isdir(folder):
-        return DataError(f"{path}{place} is missing")
-    return DataError(f"{folder} is missing: if a run in training has removed it for newer ones, give the command again")
-
-
 class Tensors:
     """Reads the saved tensors of one kind, "model" or "optimizer", whole or by rows; also from transformers' files.
 
@@ -92,7 +86,7 @@ class Tensors:
         # else the ranks' parts, or transformers' files with some of the tensors, each of them whole
         file_names = glob(one_file, root_dir=folder) or glob(f"{kind}[.-][0-9]*-of-*[0-9].safetensors", root_dir=folder)
         if not file_names:
-            raise missing(os.path.join(folder, one_file))
+            raise DataError(f"{os.path.join(folder, one_file)} is missing{OR_REMOVED}")
         for file_name in file_names:
             path = os.path.join(folder, file_name)
             try:

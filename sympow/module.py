@@ -1,10 +1,7 @@
 """One layer of self-attention, for models other than this repository's."""
 
-import torch
-
 from . import check_choice, model
 from .attention import ATTENTIONS
-from .attention.state import State
 from .layers.mixing import mix_tokens
 from .layers.norm import norm_linear
 
@@ -57,32 +54,14 @@ class Attention(model.Attention):
         """Return y [B, T, n_embd] for x [B, T, n_embd]; with a state, (y, the state after these tokens).
 
         resets [B, T], [1, T] or [T] bool: tokens that begin a document, which see nothing before themselves. state:
-        from `empty_state` or from the call with the tokens before. Raises ValueError for arguments that do not fit.
+        from `empty_state` or from the call with the tokens before.
         """
-        if not torch.compiler.is_compiling():
-            self._check(x, resets, state)
         if resets is not None:
             resets = resets.expand(x.shape[:2])
         x, heads = norm_linear(lambda x: x, self.c_attn, x, self.mix.input_weight())
         y, state = mix_tokens(self, x, heads.unflatten(-1, (-1, self.head_dim)), resets, state)
         y = self.c_proj(y.flatten(2))
         return y if state is None else (y, state)
-
-    def _check(self, x, resets, state):
-        """Raise ValueError, with the value and what would be right, for arguments of `forward` that do not fit."""
-        C = self.c_attn.weight.shape[1]
-        if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != C:
-            raise ValueError(f"x must be [B, T, {C}] of at least one token, got {[*x.shape]}")
-        B, T = x.shape[:2]
-        if resets is not None and (resets.dtype != torch.bool or resets.shape not in ((B, T), (1, T), (T,))):
-            raise ValueError(
-                f"resets must be bool [B, T] = {[B, T]}, [1, T] or [T], got {resets.dtype} {[*resets.shape]}"
-            )
-        if not isinstance(state, State | None):
-            raise ValueError(f"state must be from empty_state or an earlier call, got {type(state).__name__}")
-        for name, tensor in state.tensors().items() if state else ():
-            if len(tensor) != B:
-                raise ValueError(f"state must be of x's {B} sequences, but its {name} has {len(tensor)}")
 
     def empty_state(self, batch, device=None):
         """Return the state before the first token of `batch` sequences, on the weights' device by default."""

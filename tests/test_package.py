@@ -83,25 +83,14 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
         sympow.Attention(**{"n_embd": 32, "n_head": 4, **settings})
 
 
-@pytest.mark.parametrize(
-    "shape,resets,state,message",
-    [
-        ((6, 32), None, False, "x must be [B, T, 32] of at least one token, got [6, 32]"),
-        ((2, 6, 31), None, False, "got [2, 6, 31]"),
-        ((2, 0, 32), None, True, "of at least one token, got [2, 0, 32]"),
-        ((1, 6, 32), None, True, "state must be of x's 1 sequences, but its position has 2"),
-        ((2, 6, 32), torch.zeros(2, 6), True, "resets must be bool [B, T] = [2, 6], [1, T] or [T], got torch.float32"),
-        ((2, 6, 32), torch.zeros(2, 4, dtype=torch.bool), False, "got torch.bool [2, 4]"),
-        ((2, 6, 32), None, (), "state must be from empty_state or an earlier call, got tuple"),
-    ],
-)
-def test_what_does_not_fit_a_layer_is_refused(shape, resets, state, message):
-    layer = sympow.Attention(32, 4)
-    state = layer.empty_state(2) if state is True else None if state is False else state
-    with pytest.raises(ValueError, match=re.escape(message)):
-        layer(torch.randn(shape), resets, state)
-    y, state = layer(torch.randn(2, 6, 32), torch.zeros(6, dtype=torch.bool), layer.empty_state(2))
-    assert y.shape == (2, 6, 32) and len(state.position) == 2
+@torch.no_grad()
+@pytest.mark.parametrize("name", "softmax even_power sympow sympow_gating conformal_sympow adaptive_power".split())
+def test_an_empty_state_of_one_sequence_serves_several(name):
+    layer, x = sympow.Attention(32, 4, attention=name), torch.randn(2, 6, 32)
+    y, state = layer(x[:, :4], state=layer.empty_state(1))
+    assert all(len(tensor) == 2 for tensor in state.tensors().values())
+    y = torch.cat((y, layer(x[:, 4:], state=state)[0]), dim=1)
+    assert torch.allclose(y, layer(x), atol=1e-5)
 
 
 @torch.no_grad()

@@ -276,8 +276,8 @@ def test_tensors_that_do_not_fit_each_other_are_refused_by_every_attention_in_on
 
 
 @pytest.mark.parametrize("attention", [power_attention, adaptive_attention, heinsen_attention])
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), 2 * (torch.int64,), 2 * (torch.float8_e5m2,)])
-def test_tensors_of_several_dtypes_or_of_others_are_refused_by_every_attention(attention, dtypes):
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), 2 * (torch.int64,)])
+def test_tensors_of_several_dtypes_or_of_integers_are_refused_by_every_attention(attention, dtypes):
     q, k, v = tensors_of("q=2,8,4,4 k=2,8,2,4 v=2,8,2,4").values()
     with pytest.raises(ValueError, match="share one floating dtype"):
         attention(q.to(dtypes[0]), k.to(dtypes[0]), v.to(dtypes[1]))
@@ -287,7 +287,7 @@ def test_tensors_of_several_dtypes_or_of_others_are_refused_by_every_attention(a
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_what_is_no_tensor_is_refused_by_every_attention(attention, name):
     tensors = tensors_of("q=2,8,4,4 k=2,8,2,4 v=2,8,2,4")
-    with raises_one_line(ValueError, f"{name} must be a tensor, got ndarray"):
+    with raises_one_line(ValueError, "q, k, v must be tensors, got .*ndarray"):
         attention(**tensors | {name: tensors[name].numpy()})
 
 

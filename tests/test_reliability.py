@@ -503,9 +503,10 @@ def test_a_run_without_its_settings_or_of_another_version_is_refused_by_name(go,
         for options in (more, (*TINY, "--out_dir=out/b", "--init_from=out/a")):
             capsys.readouterr()
             assert go(*options) == 2 and message in refusal(capsys)
-    with pytest.raises(DataError, match="step_9 is missing: if a run in training has removed it for newer ones, give"):
+    removed = "is missing; if a run in training has removed it for a newer checkpoint, give the command again"
+    with pytest.raises(DataError, match=f"step_9/progress.json, .*, {removed}"):
         checkpoint.read_progress("out/a/ckpt/step_9")
-    with pytest.raises(DataError, match="step_9 is missing: if a run in training has removed it for newer ones, give"):
+    with pytest.raises(DataError, match=f"step_9/model.safetensors {removed}"):
         checkpoint.load("out/a/ckpt/step_9", torch.nn.Linear(1, 1))
     os.rename("out/a/config.json", "config.json")
     assert go(*more) == 2

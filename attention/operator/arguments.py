@@ -9,19 +9,16 @@ from sympow import check_choice
 from .dispatch import FORMS, computed_dtype, is_watched
 from .forms import accumulation_dtype
 
-DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
-
-def cast_to_autocast_dtype(q, k, v):
-    """Return the tensors in autocast's dtype if it is on, but float64 as it is. Raises ValueError for no tensor."""
-    for name, x in zip("qkv", (q, k, v)):
-        if not isinstance(x, torch.Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
-    device = q.device.type
+def cast_to_autocast_dtype(*tensors):
+    """Return q, k, v in autocast's dtype if it is on, but float64 as it is. Raises ValueError for what is no tensor."""
+    if not all(isinstance(x, torch.Tensor) for x in tensors):
+        raise ValueError(f"q, k, v must be tensors, got {', '.join(type(x).__name__ for x in tensors)}")
+    device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
-        return q, k, v
+        return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def cast_from_float16(*tensors):
@@ -39,7 +36,7 @@ def check_power(p, name="p"):
 def check_tensors(q, k, v, **more):
     """Raise ValueError unless q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E] fit each other.
 
-    They must share one of DTYPES and one device, and `more`, tensors or None by name, must be there too. n may not be
+    They must share one dtype and one device, and `more`, tensors or None by name, must be there too. n may not be
     above T.
     """
     shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
@@ -54,8 +51,8 @@ def check_tensors(q, k, v, **more):
         raise ValueError(f"queries are those of the last n of T tokens, got n={n} above T={T}")
     if H % Hkv:
         raise ValueError(f"the query heads must be a multiple of the key/value heads, got {H} and {Hkv}")
-    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
-        raise ValueError(f"q, k, v must share one floating dtype of {DTYPES}, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
+        raise ValueError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     for name, x in {"k": k, "v": v, **more}.items():
         if not isinstance(x, torch.Tensor | None):
             raise ValueError(f"{name} must be a tensor or None, got {type(x).__name__}")
