@@ -52,12 +52,11 @@ def is_complete(folder, arguments, verify=False):
     if os.path.exists(os.path.join(folder, UNFINISHED, "meta.json")):
         with _unfinished(folder):
             _finish(folder)
-    if verify and _remove_damaged(folder):
-        return False
+    damaged = verify and _remove_damaged(folder)
     try:
         meta = Dataset(os.path.abspath(folder)).meta
     except DataError as error:
-        if os.path.exists(os.path.join(folder, "meta.json")):
+        if not damaged and os.path.exists(os.path.join(folder, "meta.json")):
             print(f"{folder} is not complete: {error}")
         return False
     if meta["arguments"] != arguments:

@@ -54,7 +54,10 @@ def test_the_help_of_a_layer_lists_its_settings_with_the_models_defaults():
         assert all(str(getattr(config, name)) in lines[name].partition("auto:")[2] for name in RECIPE)
 
 
-@pytest.mark.parametrize("name", "softmax even_power sympow sympow_gating conformal_sympow adaptive_power".split())
+LAYERS = "softmax", "even_power", "sympow", "sympow_gating", "conformal_sympow", "adaptive_power"
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_the_models(name):
     model = GPT(GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, vocab_size=64, attention=name, bias=True))
     ours = model.transformer.h[0].attn
@@ -84,7 +87,7 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", "softmax even_power sympow sympow_gating conformal_sympow adaptive_power".split())
+@pytest.mark.parametrize("name", LAYERS)
 def test_an_empty_state_of_one_sequence_serves_several(name):
     layer, x = sympow.Attention(32, 4, attention=name), torch.randn(2, 6, 32)
     y, state = layer(x[:, :4], state=layer.empty_state(1))

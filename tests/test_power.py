@@ -276,7 +276,7 @@ def test_tensors_that_do_not_fit_each_other_are_refused_by_every_attention_in_on
 
 
 @pytest.mark.parametrize("attention", [power_attention, adaptive_attention, heinsen_attention])
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), 2 * (torch.int64,)])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.int64, torch.int64)])
 def test_tensors_of_several_dtypes_or_of_integers_are_refused_by_every_attention(attention, dtypes):
     q, k, v = tensors_of("q=2,8,4,4 k=2,8,2,4 v=2,8,2,4").values()
     with pytest.raises(ValueError, match="share one floating dtype"):

@@ -36,8 +36,8 @@ def check_power(p, name="p"):
 def check_tensors(q, k, v, **more):
     """Raise ValueError unless q [B, n, H, D], k [B, T, Hkv, D], v [B, T, Hkv, E] fit each other.
 
-    They must share one dtype and one device, and `more`, tensors or None by name, must be there too. n may not be
-    above T.
+    They must share one floating dtype and one device, and `more`, tensors or None by name, must be there too. n may not
+    be above T.
     """
     shapes = f"{[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
     if not q.ndim == k.ndim == v.ndim == 4:
