@@ -145,7 +145,7 @@ def test_what_a_sharded_model_does_not_take_is_refused(refused):
 
 def compare_with_ddp():
     """Train a sharded model beside copies that DDP averages, and write and read checkpoints of both."""
-    training_optimizer.NEWTON_SCHULZ_DTYPE = torch.float64  # bfloat16 would show differences of the last bit
+    training_optimizer.NEWTON_SCHULZ_DTYPE["cpu"] = torch.float64  # float32 would show differences of the last bit
     training_optimizer.MUON_BATCH = 20_000  # of 68,256 entries
     ranks, cfg = Ranks(), train.TrainConfig(learning_rate=1e-2, weight_decay=0.1, optimizer=sys.argv[1])
     device = torch.device("cpu")

@@ -27,7 +27,7 @@ from ..runs.parts import is_sharded, own_rows
 MOMENTUM = 0.95
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.775, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
-NEWTON_SCHULZ_DTYPE = torch.bfloat16
+NEWTON_SCHULZ_DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}  # many CPUs are tens of times as slow in bfloat16
 SMALLEST_NORM = 1e-7
 
 MUON_BATCH = 2**26  # entries of weights, from which on Muon works on them: 18 bytes for each while a step is taken
@@ -56,10 +56,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     Muon replaces the momentum of a matrix by the nearest orthogonal one (Jordan et al., 2024). Updates are scaled to
     the size of AdamW's (Liu et al., 2025, "Muon is Scalable for LLM Training"), so that AdamW's learning rate and
-    weight decay serve for both. The steps are torch.optim.Muon's with adjust_lr_fn="match_rms_adamw", which
-    launches some 28 operators for each matrix: a GPU with a small model waits for the host. Here matrices of one shape
-    are worked on together, a hundred launches a step. Of a sharded model each rank has its rows of the momentum. It
-    gathers whole matrices for as long as it works on them.
+    weight decay serve for both. The steps are torch.optim.Muon's with adjust_lr_fn="match_rms_adamw", on a CPU in
+    float32. It launches some 28 operators for each matrix: a GPU with a small model waits for the host. Here matrices
+    of one shape are worked on together, a hundred launches a step. Of a sharded model each rank has its rows of the
+    momentum. It gathers whole matrices for as long as it works on them.
     """
 
     def __init__(self, model, cfg):
@@ -87,11 +87,14 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._mix_momentum(weights, skip)
         matrices = defaultdict(list)  # by shape: (gradient, own rows of the matrix, which rows those are)
         for weight in weights:
-            gradient = weight.grad.to(NEWTON_SCHULZ_DTYPE).full_tensor() if is_sharded(weight) else weight.grad
-            (own, first), start = own_rows(weight.detach()), 0
+            gradient = weight.grad
+            if is_sharded(weight):
+                gradient = gradient.to(NEWTON_SCHULZ_DTYPE[gradient.device.type]).full_tensor()
+            own, first = own_rows(weight.detach())
+            start = -first  # of a matrix, counted from this rank's first row
             for matrix in gradient.split(self.matrix_rows[weight]):
-                begin, end = max(0, start - first), max(0, start - first + len(matrix))
-                rows = slice(max(0, first - start), max(0, first - start + len(own)))
+                begin, end = max(0, start), max(0, start + len(matrix))
+                rows = slice(max(0, -start), max(0, len(own) - start))
                 matrices[matrix.shape].append((matrix, own[begin:end], rows))
                 start += len(matrix)
         for shape, of_shape in matrices.items():
@@ -140,8 +143,8 @@ def orthogonalize(x):
     if x.shape[1] > x.shape[2]:
         return orthogonalize(x.mT).mT
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
-    x = x.to(NEWTON_SCHULZ_DTYPE)
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)
+    x = x.to(NEWTON_SCHULZ_DTYPE[x.device.type])
+    x = nn.functional.normalize(x, dim=(1, 2), eps=SMALLEST_NORM)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
