@@ -12,7 +12,7 @@ help:  ## this list
 
 DEMO_NAMES = softmax,window,sympow_gating
 
-demo: env  ## prepare data, train three small models, plot their losses, sample from one (7 to 11 minutes on two CPUs)
+demo: env  ## prepare data, train three small models, plot their losses, sample from one (7 to 12 minutes on two CPUs)
 	$(PY) data/pystdlib/prepare.py
 	$(PY) train.py config/demo.py --attention=softmax --output_gate=True --out_dir=out/demo_softmax
 	$(PY) train.py config/demo.py --attention=softmax --output_gate=True --window=256 --out_dir=out/demo_window
