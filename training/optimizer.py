@@ -30,7 +30,7 @@ NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}  # many CPUs are tens of times as slow in bfloat16
 SMALLEST_NORM = 1e-7
 
-MUON_BATCH = 2**26  # entries of weights, from which on Muon works on them: 18 bytes for each while a step is taken
+MUON_BATCH = 2**26  # entries of weights, from which on Muon works on them: on a GPU 18 bytes for each during a step
 
 
 def make_optimizer(model, cfg):
